@@ -56,8 +56,8 @@ fn memory() -> [HostRegion; 2] {
 
 struct Rig {
     endpoints: Arc<Endpoints>,
-    device: Device<Arc<Endpoints>>,
-    session: Session<Arc<Endpoints>>,
+    device: Device<Endpoints>,
+    session: Session<Endpoints>,
     near: Vec<Arc<Endpoint>>,
     shootdown: Arc<Shootdown>,
     container: fake::Type1,

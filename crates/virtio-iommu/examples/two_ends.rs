@@ -35,7 +35,7 @@ impl Transport for NoBell {
 }
 
 fn main() -> Result<()> {
-    let device = Device::new(OneEndpoint(Shootdown::new(1)), Default::default());
+    let device = Device::new(Arc::new(OneEndpoint(Shootdown::new(1))), Default::default());
     let config = IommuConfig::parse(&device.config()).expect("a legal configuration");
     let features = negotiate(device.features().bits());
     device.set_features(features.bits());

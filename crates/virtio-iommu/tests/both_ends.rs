@@ -3,7 +3,6 @@
 mod common;
 
 use std::{
-    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -112,7 +111,7 @@ fn requests_are_queued_without_a_kick_and_one_sync_waits_for_all() {
 const LONG: Duration = Duration::from_secs(120);
 
 /// Serves until nothing is in the ring; the next request that is waited for kicks.
-fn serve_all(requests: &mut RequestQueue<Arc<Endpoints>>, ram: &Ram) {
+fn serve_all(requests: &mut RequestQueue<Endpoints>, ram: &Ram) {
     loop {
         while !requests.poll(ram).unwrap().is_idle() {}
         // What came meanwhile comes without a kick.

@@ -714,7 +714,7 @@ impl Oracle {
             return Some(iova);
         }
         let (held, phys, flags) = mappings.iter().find(|(held, ..)| held.contains(Iova(iova)))?;
-        flags.prot().allows(access).then(|| phys + iova - held.first().0)
+        flags.allows(access).then(|| phys + iova - held.first().0)
     }
 }
 

@@ -54,8 +54,8 @@ impl Backing for One {
 
 struct Rig {
     backing: Arc<One>,
-    device: Device<Arc<One>>,
-    session: Session<Arc<One>>,
+    device: Device<One>,
+    session: Session<One>,
     reader: Reader,
 }
 

@@ -40,7 +40,7 @@ fn page(n: u64) -> Range {
 
 /// What all threads know.
 struct World {
-    device: Arc<Device<Arc<Endpoints>>>,
+    device: Arc<Device<Endpoints>>,
     endpoints: Arc<Endpoints>,
     /// Every mapping leads elsewhere: whether that was given back.
     returned: Vec<AtomicBool>,
@@ -54,7 +54,7 @@ struct World {
 }
 
 impl World {
-    fn send(&self, session: &mut Session<Arc<Endpoints>>, request: Request) -> u8 {
+    fn send(&self, session: &mut Session<Endpoints>, request: Request) -> u8 {
         let (mut bytes, mut reply) = ([0; MAX_REQUEST_LEN], [0xee; 4]);
         let len = request.emit(&mut bytes);
         assert_eq!(self.device.handle(session, &bytes[..len], &mut reply), 4);
@@ -62,14 +62,14 @@ impl World {
     }
 
     /// Waits until replies may be given.
-    fn completed(&self, session: &mut Session<Arc<Endpoints>>) {
+    fn completed(&self, session: &mut Session<Endpoints>) {
         self.device.begin_sync(session);
         while !self.device.poll_sync(session).expect("no invalidation fails") {
             thread::yield_now();
         }
     }
 
-    fn attach(&self, session: &mut Session<Arc<Endpoints>>, (domain, endpoint): (u32, u32)) {
+    fn attach(&self, session: &mut Session<Endpoints>, (domain, endpoint): (u32, u32)) {
         let flags = AttachFlags::empty();
         assert_eq!(self.send(session, Request::Attach { domain, endpoint, flags }), 0);
     }

@@ -251,7 +251,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 /// A request queue, as far as the device is concerned.
 struct Queue {
-    session: Session<Arc<Endpoints>>,
+    session: Session<Endpoints>,
     /// Whether its last request still waits for a reply.
     waits: bool,
     /// What is unreachable once the reply is there.

@@ -25,7 +25,7 @@ const TABLE: u64 = BASE + 0x6000;
 struct Rig {
     ram: Ram,
     driver: driver::Queue,
-    requests: RequestQueue<Arc<Endpoints>>,
+    requests: RequestQueue<Endpoints>,
     bench: Bench,
 }
 

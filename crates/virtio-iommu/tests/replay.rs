@@ -144,7 +144,7 @@ struct Replay {
     twin: Twin,
     ram: Ram,
     driver: driver::Queue,
-    queue: RequestQueue<Arc<Endpoints>>,
+    queue: RequestQueue<Endpoints>,
     outcome: Outcome,
     /// Whether the recording lists what was removed, and is replayed request by request.
     lists_removed: bool,

@@ -104,7 +104,7 @@ impl Rig {
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         let backing =
             Endpoints::new(vec![Arc::clone(&endpoint)], shootdown, geometry, Limits::NONE);
-        let device = Device::new(backing, device::DeviceConfig::default());
+        let device = Device::new(Arc::new(backing), device::DeviceConfig::default());
         let features = negotiate(device.features().bits());
         device.set_features(features.bits());
         let config = IommuConfig::parse(&device.config()).expect("our own configuration");

@@ -63,7 +63,7 @@ impl FileIo {
     /// The kernel has no io_uring, or forbids it here; those that were [made ahead](Image::make_rings) are in use.
     pub fn new(image: Arc<Image>, depth: u32) -> io::Result<FileIo> {
         let depth = depth.clamp(1, 4096).next_power_of_two();
-        let ring = image.rings().take(depth)?;
+        let ring = image.rings.take(depth)?;
         let depth = depth.min(ring.params().sq_entries());
         let ring = ManuallyDrop::new(ring);
         let mut io =
@@ -238,7 +238,7 @@ impl Drop for FileIo {
         // No longer handed over by another thread.
         self.pending = None;
         // SAFETY: it is taken once, here, and not used afterwards.
-        self.image.rings().give_back(unsafe { ManuallyDrop::take(&mut self.ring) });
+        self.image.rings.give_back(unsafe { ManuallyDrop::take(&mut self.ring) });
     }
 }
 

@@ -30,9 +30,7 @@ struct Shared {
 }
 
 impl fmt::Debug for HandOver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HandOver").field("options", &self.shared.options).finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(HandOver as it, options: it.shared.options);
 }
 
 /// Whether the disk still has requests of a driver that has ended.

@@ -50,7 +50,8 @@ pub struct Image {
     /// Whether a write can be durable by itself when it completes.
     writes_through: bool,
     submitter: Mutex<Option<Arc<Submitter>>>,
-    rings: Rings,
+    /// What its requests go by.
+    pub(super) rings: Rings,
 }
 
 /// The same file, open past the page cache.
@@ -81,22 +82,17 @@ pub struct Holes {
 impl Image {
     /// `len` bytes of a file that is open for the requests to come, and never hangs.
     pub fn new(file: OwnedFd, len: u64) -> Image {
-        let (writes_through, holes) = (origin::writes_through(&file), Holes::NONE);
-        let file = file.into();
-        let (direct, hand_over, submitter, rings) =
-            (None, None, Mutex::default(), Rings::default());
-        let (shrinks, own_buffers) = (false, false);
         Image {
-            file,
-            direct,
+            direct: None,
             len,
-            shrinks,
-            holes,
-            hand_over,
-            own_buffers,
-            writes_through,
-            submitter,
-            rings,
+            shrinks: false,
+            holes: Holes::NONE,
+            hand_over: None,
+            own_buffers: false,
+            writes_through: origin::writes_through(&file),
+            submitter: Mutex::default(),
+            rings: Rings::default(),
+            file: file.into(),
         }
     }
 
@@ -223,11 +219,6 @@ impl Image {
             *submitter = Some(Arc::new(Submitter::spawn()?));
         }
         Ok(submitter.clone())
-    }
-
-    /// What its requests go by.
-    pub(super) fn rings(&self) -> &Rings {
-        &self.rings
     }
 
     /// Bytes in all.

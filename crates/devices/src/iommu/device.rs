@@ -13,7 +13,7 @@ use super::{
     Endpoints,
     faults::Reported,
     reach::Shared,
-    unit::{INVALIDATION_TIMEOUT, IommuUnit, NoWorker, sum},
+    unit::{INVALIDATION_TIMEOUT, IommuUnit, NoWorker},
 };
 
 /// A virtio-iommu as it is set up.
@@ -28,7 +28,7 @@ pub struct IommuOptions {
 /// A virtio-iommu. Its front ends come and go, one at a time, and while there is none all endpoints
 /// are blocked: no driver defines what they may reach.
 pub struct Iommu {
-    pub(super) device: Arc<Device<Arc<Endpoints>>>,
+    pub(super) device: Arc<Device<Endpoints>>,
     pub(super) reported: Arc<Reported>,
     pub(super) workers: Arc<[Worker]>,
     pub(super) unit: u32,
@@ -36,7 +36,7 @@ pub struct Iommu {
 }
 
 /// The rings of a front end.
-pub(super) type FrontUnit = IommuUnit<Arc<Endpoints>, Shared>;
+pub(super) type FrontUnit = IommuUnit<Endpoints, Shared>;
 
 /// What the front ends of the IOMMU and of the devices behind it have to agree on.
 #[derive(Default)]
@@ -106,7 +106,7 @@ impl Iommu {
     /// What it has done and holds.
     pub fn figures(&self) -> IommuFigures {
         let now = self.on_unit(|unit| unit.counters()).ok().flatten().unwrap_or_default();
-        let requests = sum(self.state.lock().past, now);
+        let requests = self.state.lock().past + now;
         let endpoints = self.device.backing();
         IommuFigures {
             requests,
@@ -200,7 +200,7 @@ impl Iommu {
             counters
         });
         let mut state = self.state.lock();
-        state.past = sum(state.past, counted.flatten().unwrap_or_default());
+        state.past = state.past + counted.flatten().unwrap_or_default();
         if !handed_over {
             if let Err(error) = self.reset_system() {
                 tracing::error!(source = %"iommu", "{error}");

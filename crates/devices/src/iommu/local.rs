@@ -26,7 +26,7 @@ use super::{
 /// [`Endpoint`](ringfence_iotlb::Endpoint), those passed through by VFIO have a
 /// [`Mirror`](ringfence_virtio_iommu::device::Mirror).
 pub struct LocalIommu<R> {
-    device: Arc<Device<Arc<Endpoints>>>,
+    device: Arc<Device<Endpoints>>,
     reported: Arc<Reported>,
     worker: Worker,
     /// The rings that run.
@@ -74,7 +74,7 @@ pub enum LocalIommuError {
 /// The only unit of its worker.
 const UNIT: u32 = 0;
 
-type Unit<R> = IommuUnit<Arc<Endpoints>, R>;
+type Unit<R> = IommuUnit<Endpoints, R>;
 
 impl<R: Reach> LocalIommu<R> {
     /// A device in front of `endpoints`, not active. `notify` is how its thread waits for kicks.
@@ -94,7 +94,7 @@ impl<R: Reach> LocalIommu<R> {
 
     /// The device itself: to add and remove endpoints, for a system reset, and to save and restore
     /// its state (while it is not active).
-    pub fn device(&self) -> &Arc<Device<Arc<Endpoints>>> {
+    pub fn device(&self) -> &Arc<Device<Endpoints>> {
         &self.device
     }
 

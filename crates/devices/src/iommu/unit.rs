@@ -178,7 +178,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
     /// elsewhere.
     fn stop(&mut self, ring: u16) -> Option<(u32, Option<Kick>)> {
         let mut stopped = self.rings[usize::from(ring)].take()?;
-        self.past = sum(self.past, stopped.counters());
+        self.past = self.past + stopped.counters();
         self.pending &= ring != REQUESTS;
         Some((stopped.queue.ring().next_avail(), stopped.kick))
     }
@@ -261,7 +261,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
 
     /// What all request rings have done, those that are gone included.
     pub(super) fn counters(&self) -> Counters {
-        self.rings.iter().flatten().fold(self.past, |past, ring| sum(past, ring.counters()))
+        self.rings.iter().flatten().fold(self.past, |past, ring| past + ring.counters())
     }
 
     /// Whether a ring is served: requests that were carried out are completed, enabled or not, and an
@@ -351,16 +351,5 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
         let rings = self.rings.iter().flatten().filter(|ring| !ring.failed);
         into.extend(rings.filter_map(|ring| ring.kick.as_ref()));
-    }
-}
-
-/// What two units have counted together.
-pub(super) fn sum(a: Counters, b: Counters) -> Counters {
-    Counters {
-        maps: a.maps + b.maps,
-        unmaps: a.unmaps + b.unmaps,
-        others: a.others + b.others,
-        refused: a.refused + b.refused,
-        syncs: a.syncs + b.syncs,
     }
 }

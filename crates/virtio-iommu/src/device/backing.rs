@@ -92,26 +92,3 @@ pub trait Backing: Send + Sync {
         Ok(true)
     }
 }
-
-impl<B: Backing + ?Sized> Backing for Arc<B> {
-    type Domain = B::Domain;
-
-    fn endpoint(&self, id: u32) -> Option<EndpointInfo> {
-        (**self).endpoint(id)
-    }
-    fn endpoints(&self) -> Vec<u32> {
-        (**self).endpoints()
-    }
-    fn create_domain(&self) -> Result<Arc<Self::Domain>> {
-        (**self).create_domain()
-    }
-    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()> {
-        (**self).set_domain(endpoint, to)
-    }
-    fn sync_binding_begin(&self, endpoint: u32) -> Result<SyncToken> {
-        (**self).sync_binding_begin(endpoint)
-    }
-    fn sync_binding_poll(&self, token: SyncToken) -> Result<bool> {
-        (**self).sync_binding_poll(token)
-    }
-}

@@ -57,7 +57,7 @@ impl Default for DeviceConfig {
 /// Requests of several queues may be carried out at the same time. ATTACH and DETACH exclude each
 /// other; MAP and UNMAP take no lock of the device's but once after each ATTACH or DETACH.
 pub struct Device<B: Backing> {
-    pub(super) backing: B,
+    pub(super) backing: Arc<B>,
     pub(super) options: DeviceConfig,
     pub(super) negotiated: AtomicU64,
     bypass: AtomicBool,
@@ -110,14 +110,12 @@ impl<D> Clone for View<D> {
 }
 
 impl<B: Backing> fmt::Debug for Device<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Device").field("options", &self.options).finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Device as it, options: it.options);
 }
 
 impl<B: Backing> Device<B> {
     /// A device with these `options`. All endpoints are unattached.
-    pub fn new(backing: B, mut options: DeviceConfig) -> Device<B> {
+    pub fn new(backing: Arc<B>, mut options: DeviceConfig) -> Device<B> {
         options.features.remove(Features::BYPASS);
         let device = Device {
             backing,
@@ -136,7 +134,7 @@ impl<B: Backing> Device<B> {
     }
 
     /// What the device maps into.
-    pub fn backing(&self) -> &B {
+    pub fn backing(&self) -> &Arc<B> {
         &self.backing
     }
 

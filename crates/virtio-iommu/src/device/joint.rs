@@ -271,12 +271,7 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
 }
 
 impl<D: fmt::Debug> fmt::Debug for Joint<D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Joint")
-            .field("primary", &self.primary)
-            .field("mirrors", &*self.mirrors.lock())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Joint as it, primary: it.primary, mirrors: *it.mirrors.lock());
 }
 
 /// An endpoint behind a real IOMMU: a mirror, and what it repeats.
@@ -354,9 +349,7 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
 }
 
 impl<D> fmt::Debug for Outside<D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Outside").field("mirror", &self.mirror).finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Outside as it, mirror: it.mirror);
 }
 
 /// Whether there is nothing to do. (A blocked endpoint may have mappings left to remove.)

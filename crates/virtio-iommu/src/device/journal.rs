@@ -212,17 +212,11 @@ pub struct Journal {
     /// Whether it has seen all of them.
     settled: bool,
     /// Whether nothing is written any more.
-    over: bool,
+    pub(super) over: bool,
 }
 
 impl fmt::Debug for Journal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Journal")
-            .field("bytes", &self.file.len())
-            .field("log", &self.len)
-            .field("over", &self.over)
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Journal as it, bytes: it.file.len(), log: it.len, over: it.over);
 }
 
 impl Journal {
@@ -418,10 +412,6 @@ impl Journal {
     /// Leaves it as it is, to a successor.
     pub(super) fn let_go(&mut self) {
         self.over = true;
-    }
-
-    pub(super) fn is_over(&self) -> bool {
-        self.over
     }
 
     pub(super) fn note(&mut self, note: u64) {

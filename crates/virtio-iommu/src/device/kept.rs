@@ -22,11 +22,6 @@ const BURST: usize = 64;
 const INVALIDATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Kept {
-    /// All requests that were carried out are completed.
-    pub(super) fn settle(&mut self) {
-        self.journal.settle();
-    }
-
     /// Records the completion of the request at `position`, and its bytes if it `changed` something.
     pub(super) fn record<B: Backing>(
         &mut self,
@@ -50,7 +45,7 @@ impl Kept {
     }
 
     fn renew<B: Backing>(&mut self, device: &Device<B>) {
-        if !self.journal.is_over()
+        if !self.journal.over
             && let Err(error) = self.try_renew(device)
         {
             (self.lost)(&error);
@@ -90,7 +85,7 @@ impl<B: Backing> Device<B> {
 
     /// Whether what the device holds outlives this process.
     pub fn has_journal(&self) -> bool {
-        self.kept.get().is_some_and(|kept| !kept.lock().journal.is_over())
+        self.kept.get().is_some_and(|kept| !kept.lock().journal.over)
     }
 
     /// Writes a number of the caller's into the journal, if there is one.

@@ -225,10 +225,5 @@ fn identity(region: &HostRegion) -> Mapping {
 }
 
 impl fmt::Debug for Mirror {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Mirror")
-            .field("memory", &self.memory)
-            .field("failures", &self.failures())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Mirror as it, memory: it.memory, failures: it.failures());
 }

@@ -60,6 +60,8 @@ pub struct Counters {
     pub syncs: u64,
 }
 
+ringfence_sync::sums!(Counters: maps unmaps others refused syncs);
+
 /// Where the tail of a request is to be written.
 #[derive(Debug)]
 enum Tail {
@@ -142,13 +144,9 @@ pub struct RequestQueue<B: Backing> {
 }
 
 impl<B: Backing> fmt::Debug for RequestQueue<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RequestQueue")
-            .field("queue", &self.queue)
-            .field("counters", &self.counters)
-            .field("pending", &self.pending.len())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        RequestQueue as it, queue: it.queue, counters: it.counters, pending: it.pending.len()
+    );
 }
 
 impl<B: Backing> RequestQueue<B> {
@@ -393,7 +391,7 @@ impl<B: Backing> RequestQueue<B> {
                     && self.pending.is_empty()
                     && self.completions.open.is_empty()
                 {
-                    kept.settle();
+                    kept.journal.settle();
                 }
             }
             for taken in &mut taken[..count] {

@@ -212,7 +212,7 @@ impl<B: Backing> Device<B> {
         if reserved.iter().any(|reserved| reserved.overlaps(range)) {
             return Err(Status::Inval);
         }
-        let map = iommu::Map::new(range, GuestPhys(phys), flags.prot());
+        let map = iommu::Map::new(range, GuestPhys(phys), flags);
         domain.map(map).map_err(status_of)?;
         if let Err(error) = domain.iotlb_sync_map(range) {
             let domain = Arc::clone(domain);

@@ -3,7 +3,7 @@
 use ringfence_iommu::{Domain, Iova, Prot, Range, Result, table::Mapping};
 
 use super::{Backing, Device, RestoreError, Session, joint::each_mapping};
-use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags};
+use crate::wire::{AttachFlags, CONFIG_LEN, Features};
 
 /// What the bytes begin with.
 const MAGIC: [u8; 4] = *b"RFvi";
@@ -117,8 +117,7 @@ impl<B: Backing> Device<B> {
                 let (target, prot) = (rest.u64()?, rest.u32()?);
                 let range = Range::new(first, last).ok_or(RestoreError::Format("a range"))?;
                 let prot = Prot::from_bits(prot).ok_or(RestoreError::Format("a permission"))?;
-                let flags = MapFlags::from_prot(prot);
-                self.map(&mut session, id, range, target, flags).map_err(refused)?;
+                self.map(&mut session, id, range, target, prot).map_err(refused)?;
             }
         }
         match rest.0 {

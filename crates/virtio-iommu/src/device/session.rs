@@ -50,13 +50,9 @@ impl<B: Backing> Default for Session<B> {
 }
 
 impl<B: Backing> fmt::Debug for Session<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session")
-            .field("touched", &self.used)
-            .field("rebound", &self.rebound)
-            .field("waits", &self.waits.len())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        Session as it, touched: it.used, rebound: it.rebound, waits: it.waits.len()
+    );
 }
 
 impl<B: Backing> Session<B> {

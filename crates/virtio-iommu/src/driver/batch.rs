@@ -4,7 +4,7 @@
 use ringfence_iommu::{Gather, GuestPhys, Map, Partial, Range, Result};
 
 use super::{ViommuDomain, domain::State, report::Sent, ring::Ring};
-use crate::wire::{MapFlags, Request};
+use crate::wire::Request;
 
 /// How many requests become visible together: those that share cache lines of the ring, and few
 /// enough that the device begins while the others are written.
@@ -20,8 +20,8 @@ impl ViommuDomain {
             let (range, prot) = (map.range(), map.prot());
             self.check_kind(range, prot)?;
             state.check(map)?;
-            let flags = MapFlags::from_prot(prot);
-            let request = Request::Map { domain: self.id, range, phys: map.target().0, flags };
+            let request =
+                Request::Map { domain: self.id, range, phys: map.target().0, flags: prot };
             let seq = ring.map_or(Some(0), |ring| ring.put(&request, Sent::Map));
             if let Some(seq) = seq {
                 state.shadow.insert(range, map.target(), prot, seq);

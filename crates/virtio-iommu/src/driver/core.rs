@@ -94,13 +94,9 @@ struct Numbers {
 }
 
 impl fmt::Debug for Driver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Driver")
-            .field("features", &self.features)
-            .field("config", &self.config)
-            .field("failed", &self.failed())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        Driver as it, features: it.features, config: it.config, failed: it.failed()
+    );
 }
 
 impl Driver {

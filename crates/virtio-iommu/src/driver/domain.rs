@@ -20,7 +20,7 @@ use super::{
     report::{Failures, Reports, Sent},
     shadow::Shadow,
 };
-use crate::wire::{AttachFlags, Features, MapFlags, Request};
+use crate::wire::{AttachFlags, Features, Request};
 
 /// In a token: the number is that of an IOTLB_FLUSH. Request numbers never reach this bit.
 const FLUSH: u64 = 1 << 63;
@@ -65,9 +65,7 @@ pub(super) struct State {
 }
 
 impl fmt::Debug for ViommuDomain {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ViommuDomain").field("id", &self.id).finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(ViommuDomain as it, id: it.id);
 }
 
 impl Driver {
@@ -185,7 +183,7 @@ impl ViommuDomain {
     /// Sends all that was noted, for the first endpoint.
     fn replay(&self, state: &mut State) -> Result<()> {
         for (range, mapping) in state.shadow.iter() {
-            let flags = MapFlags::from_prot(mapping.prot);
+            let flags = mapping.prot;
             let map = Request::Map { domain: self.id, range, phys: mapping.target.0, flags };
             self.driver.send(&map, Sent::Replay)?;
         }

@@ -71,9 +71,9 @@ pub(super) struct Ring {
     addr: u64,
     slots: Box<[Slot]>,
     /// The number of the last request.
-    issued: u64,
+    pub(super) issued: u64,
     /// The device has completed all requests up to this one.
-    retired: u64,
+    pub(super) retired: u64,
     /// Where failures are reported, by domain.
     reports: HashMap<u32, Arc<Reports>>,
     /// Statuses that a thread waits for, by request.
@@ -99,14 +99,6 @@ impl Ring {
 
     pub(super) fn queue(&mut self) -> &mut Queue {
         &mut self.queue
-    }
-
-    pub(super) fn issued(&self) -> u64 {
-        self.issued
-    }
-
-    pub(super) fn retired(&self) -> u64 {
-        self.retired
     }
 
     #[inline]

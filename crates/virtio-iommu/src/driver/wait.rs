@@ -128,7 +128,7 @@ impl Waiting {
         match ring.reap() {
             Ok(false) => Ok(()),
             Ok(true) => {
-                if self.retired.advance(ring.retired()) {
+                if self.retired.advance(ring.retired) {
                     let _led = self.led.lock();
                     self.changed.notify_all();
                 }
@@ -168,8 +168,8 @@ impl Waiting {
     pub(super) fn begin(&self, transport: &dyn Transport) -> Result<u64> {
         let mut ring = self.ring()?;
         self.reap(&mut ring)?;
-        let target = ring.issued();
-        if ring.retired() >= target {
+        let target = ring.issued;
+        if ring.retired >= target {
             return Ok(target);
         }
         let kick = ring.queue().needs_kick();
@@ -212,7 +212,7 @@ impl Waiting {
             self.alive()?;
             if let Some(mut ring) = self.ring.try_lock() {
                 self.reap(&mut ring)?;
-                if ring.retired() >= target {
+                if ring.retired >= target {
                     return Ok(());
                 }
             }
@@ -280,7 +280,7 @@ impl Waiting {
             {
                 let mut ring = self.ring()?;
                 self.reap(&mut ring)?;
-                if ring.retired() >= target {
+                if ring.retired >= target {
                     ring.queue().suppress_notifications();
                     return Ok(());
                 }

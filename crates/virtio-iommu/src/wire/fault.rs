@@ -9,8 +9,7 @@ use zerocopy::{
 /// The bytes of a fault record.
 pub const FAULT_LEN: usize = size_of::<RawFault>();
 
-const F_READ: u32 = 1;
-const F_WRITE: u32 = 2;
+/// The flags for reads and writes are the bits of [`Prot`].
 const F_ADDRESS: u32 = 0x100;
 
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -51,16 +50,8 @@ impl From<Fault> for FaultRecord {
 impl FaultRecord {
     /// The bytes of the record: reserved fields and undefined flags zero (rule V28).
     pub fn emit(&self) -> [u8; FAULT_LEN] {
-        let mut flags = 0;
-        if self.access.contains(Prot::READ) {
-            flags |= F_READ;
-        }
-        if self.access.contains(Prot::WRITE) {
-            flags |= F_WRITE;
-        }
-        if self.address.is_some() {
-            flags |= F_ADDRESS;
-        }
+        let address = if self.address.is_some() { F_ADDRESS } else { 0 };
+        let flags = self.access.intersection(Prot::RW).bits() | address;
         zerocopy::transmute!(RawFault {
             reason: match self.reason {
                 FaultReason::NoDomain => 1,
@@ -91,9 +82,7 @@ impl FaultRecord {
             return None;
         }
         let flags = raw.flags.get();
-        let mut access = Prot::empty();
-        access.set(Prot::READ, flags & F_READ != 0);
-        access.set(Prot::WRITE, flags & F_WRITE != 0);
+        let access = Prot::from_bits_truncate(flags).intersection(Prot::RW);
         Some(FaultRecord {
             reason: match raw.reason {
                 1 => FaultReason::NoDomain,

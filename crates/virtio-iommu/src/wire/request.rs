@@ -1,6 +1,6 @@
 //! Requests: what the driver puts into the request queue, and the tail that the device writes.
 
-use ringfence_iommu::{Iova, Prot, Range};
+use ringfence_iommu::{Iova, Range};
 use zerocopy::{
     FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unaligned,
     little_endian::{U32, U64},
@@ -14,31 +14,8 @@ pub const MAX_REQUEST_LEN: usize = size_of::<RawProbe>();
 /// The bytes of a tail: the status and three reserved bytes.
 pub const TAIL_LEN: usize = 4;
 
-bitflags::bitflags! {
-    /// The flags of MAP.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-    pub struct MapFlags: u32 {
-        /// The endpoints may read.
-        const READ = 1;
-        /// The endpoints may write.
-        const WRITE = 2;
-        /// The target is device registers, not memory. Needs the feature of the same name.
-        const MMIO = 4;
-    }
-}
-
-impl MapFlags {
-    /// The permission that the flags express.
-    pub const fn prot(self) -> Prot {
-        // The bits are the same (and a test holds them to it).
-        Prot::from_bits_truncate(self.bits())
-    }
-
-    /// The flags that express a permission.
-    pub const fn from_prot(prot: Prot) -> MapFlags {
-        MapFlags::from_bits_truncate(prot.bits())
-    }
-}
+/// The flags of MAP: a permission of Linux has the same bits. MMIO needs the feature of that name.
+pub use ringfence_iommu::Prot as MapFlags;
 
 bitflags::bitflags! {
     /// The flags of ATTACH.
@@ -529,8 +506,8 @@ pub(crate) mod tests {
         let lengths = [Kind::Attach, Kind::Detach, Kind::Map, Kind::Unmap, Kind::Probe]
             .map(|kind| kind.request_len());
         assert_eq!(lengths, [20, 20, 36, 28, 72]);
-        assert_eq!(MapFlags::all().prot(), Prot::all());
-        assert_eq!(MapFlags::WRITE.prot(), Prot::WRITE);
+        let flags = [MapFlags::READ, MapFlags::WRITE, MapFlags::MMIO, MapFlags::all()];
+        assert_eq!(flags.map(|flags| flags.bits()), [1, 2, 4, 7]);
     }
 
     #[test]

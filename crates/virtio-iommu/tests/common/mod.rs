@@ -117,8 +117,8 @@ pub(crate) fn range(first: u64, last: u64) -> Range {
 /// A device with all features negotiated, and what is needed to send it requests by hand.
 pub(crate) struct Bench {
     pub(crate) endpoints: Arc<Endpoints>,
-    pub(crate) device: Arc<Device<Arc<Endpoints>>>,
-    pub(crate) session: Session<Arc<Endpoints>>,
+    pub(crate) device: Arc<Device<Endpoints>>,
+    pub(crate) session: Session<Endpoints>,
 }
 
 impl Bench {

@@ -116,7 +116,7 @@ pub(crate) struct Served {
     pub(crate) driver: Arc<Driver>,
     pub(crate) bells: Arc<Bells>,
     pub(crate) endpoints: Arc<Endpoints>,
-    device: Arc<Device<Arc<Endpoints>>>,
+    device: Arc<Device<Endpoints>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -167,7 +167,7 @@ impl Served {
     }
 
     /// The device, for what a driver cannot do.
-    pub(crate) fn device(&self) -> &Device<Arc<Endpoints>> {
+    pub(crate) fn device(&self) -> &Device<Endpoints> {
         &self.device
     }
 

@@ -58,9 +58,9 @@ impl Shape {
 pub(crate) struct Twin {
     pub(crate) shape: Shape,
     pub(crate) endpoints: Arc<Endpoints>,
-    pub(crate) device: Arc<Device<Arc<Endpoints>>>,
+    pub(crate) device: Arc<Device<Endpoints>>,
     pub(crate) model: Model,
-    sessions: [Session<Arc<Endpoints>>; 2],
+    sessions: [Session<Endpoints>; 2],
     pub(crate) met: Met,
 }
 

@@ -36,7 +36,7 @@ pub(crate) struct Ours {
     faults: Arc<FaultQueue>,
     ram: Ram,
     driver: driver::Queue,
-    requests: RequestQueue<Arc<Endpoints>>,
+    requests: RequestQueue<Endpoints>,
     event_driver: driver::Queue,
     events: EventQueue,
     posted: HashMap<u64, usize>,

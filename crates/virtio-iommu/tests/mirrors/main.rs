@@ -128,8 +128,8 @@ impl Backing for Endpoints {
 
 struct Rig {
     endpoints: Arc<Endpoints>,
-    device: Device<Arc<Endpoints>>,
-    session: Session<Arc<Endpoints>>,
+    device: Device<Endpoints>,
+    session: Session<Endpoints>,
 }
 
 /// All that can be seen: the domains' mappings, and what each far endpoint reaches.

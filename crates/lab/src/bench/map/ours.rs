@@ -36,7 +36,7 @@ impl Machine {
             .collect();
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         let backing = Endpoints::new(endpoints.clone(), shootdown, geometry, Limits::NONE);
-        let device = Device::new(backing, DeviceConfig::default());
+        let device = Device::new(Arc::new(backing), DeviceConfig::default());
         device.set_features(negotiate(device.features().bits()).bits());
         Machine { device: Arc::new(device), endpoints }
     }

@@ -86,7 +86,7 @@ struct Guest {
     len: usize,
     /// Whether the journal could not go on.
     lost: Arc<AtomicBool>,
-    queue: Option<RequestQueue<Arc<Endpoints>>>,
+    queue: Option<RequestQueue<Endpoints>>,
     twin: Twin,
     sent: VecDeque<(u64, Vec<u8>, usize)>,
     next: u64,
@@ -181,7 +181,7 @@ impl Guest {
     }
 
     /// The next process.
-    fn successor(&mut self) -> RequestQueue<Arc<Endpoints>> {
+    fn successor(&mut self) -> RequestQueue<Endpoints> {
         let (journal, recovered) = Journal::open(self.map()).unwrap();
         let Bench { endpoints, device, .. } =
             Bench::with(self.twin.shape.options.clone(), self.twin.shape.limits);
@@ -369,7 +369,7 @@ fn a_completion_that_became_another_is_the_other() {
     let device = Bench::new().device;
     device.set_journal(Journal::new(file).unwrap(), |_| ()).unwrap();
     let kept = device.kept.get().unwrap();
-    kept.lock().settle();
+    kept.lock().journal.settle();
     for position in 7..10 {
         kept.lock().record(&device, position, Completion::Status(Status::Ok), &[]);
     }
@@ -431,7 +431,7 @@ fn how_long_it_takes() {
         let len = request.emit(&mut bytes);
         assert_eq!(bench.send(request), Status::Ok);
         let kept = device.kept.get().unwrap();
-        kept.lock().settle();
+        kept.lock().journal.settle();
         kept.lock().record(&device, n, Completion::Status(Status::Ok), &bytes[..len]);
         n = n.wrapping_add(1);
     };

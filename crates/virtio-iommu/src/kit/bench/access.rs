@@ -110,10 +110,8 @@ impl Bench<'_> {
         write: bool,
         expected: Reached,
     ) -> Result<(), Stop> {
-        match self.reach(endpoint, iova, write)? {
-            reached if reached == expected => Ok(()),
-            reached => self.mismatch(reached, expected),
-        }
+        let reached = self.reach(endpoint, iova, write)?;
+        self.holds(reached == expected, reached, expected)
     }
 
     /// Expects that reads and writes at the beginning and at the end of `at` reach guest memory
@@ -154,9 +152,7 @@ impl Bench<'_> {
     ) -> Result<(), Stop> {
         for write in [false, true] {
             let reached = self.reach(endpoint, iova, write)?;
-            if reached == Reached::At(phys) {
-                return self.mismatch(reached, "nothing of the domain");
-            }
+            self.holds(reached != Reached::At(phys), reached, "nothing of the domain")?;
         }
         Ok(())
     }

@@ -50,6 +50,11 @@ pub(super) fn not_applicable<T>(why: impl Into<String>) -> Result<T, Stop> {
 }
 
 /// After `sent` the device did `came` instead of `expected`.
+/// A check goes on only if it applies.
+pub(super) fn applies(does: bool, why: impl Into<String>) -> Verdict {
+    if does { Ok(()) } else { not_applicable(why) }
+}
+
 fn mismatch<T>(sent: String, came: impl Display, expected: impl Display) -> Result<T, Stop> {
     let (came, expected) = (came.to_string(), expected.to_string());
     Err(Stop::Mismatch(Mismatch { sent, came, expected }))
@@ -169,13 +174,18 @@ impl<'a> Bench<'a> {
         mismatch(self.steps(), came, expected)
     }
 
+    /// A mismatch, unless what is expected holds.
+    pub(super) fn holds(&self, does: bool, came: impl Display, expected: impl Display) -> Verdict {
+        if does { Ok(()) } else { self.mismatch(came, expected) }
+    }
+
     /// Not applicable unless the driver has accepted `feature`.
     ///
     /// What MAP_UNMAP is needed for needs room for the kit's pages as well.
     pub(super) fn needs(&self, feature: Features) -> Result<(), Stop> {
-        if !self.features.contains(feature) {
-            return not_applicable(format!("{} is not offered", feature_name(feature)));
-        }
+        let names: Vec<&str> = feature.iter_names().map(|(name, _)| name).collect();
+        let offered = self.features.contains(feature);
+        applies(offered, format!("{} is not offered", names.join(", ")))?;
         match &self.base {
             Some(Err(why)) if feature == Features::MAP_UNMAP => not_applicable(why.as_str()),
             _ if feature == Features::PROBE && self.probe_size() > MOST_PROBED => {
@@ -343,10 +353,4 @@ impl<'a> Bench<'a> {
         let regions = Properties::new(&reply[..size]).map(|region| region.range);
         Ok(regions.map(|range| (range.first().0, range.last().0)).collect())
     }
-}
-
-/// A feature's name.
-fn feature_name(feature: Features) -> String {
-    let names: Vec<&str> = feature.iter_names().map(|(name, _)| name).collect();
-    names.join(", ")
 }

@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use ringfence_iommu::{Iova, Range};
 
-use super::{Bench, Stop, mismatch, not_applicable};
+use super::{Bench, Stop, applies, mismatch, not_applicable};
 use crate::wire::{AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN};
 
 /// The value of the bytes of a reply that the device has not written.
@@ -48,10 +48,7 @@ impl Reply {
 
     /// Expects that a request is refused, with any status or none.
     pub(in crate::kit) fn expect_refusal(&self) -> Result<(), Stop> {
-        match self.is(Status::Ok) {
-            true => self.mismatch(self, "a refusal"),
-            false => Ok(()),
-        }
+        if self.is(Status::Ok) { self.mismatch(self, "a refusal") } else { Ok(()) }
     }
 
     /// Expects that the buffer comes back without a byte written.
@@ -73,10 +70,7 @@ impl Reply {
 
     /// Of a request that prepares a check: if it fails, the check is not applicable.
     pub(in crate::kit) fn given(&self) -> Result<(), Stop> {
-        match self.is(Status::Ok) {
-            true => Ok(()),
-            false => not_applicable(format!("it begins with {}", self.sent)),
-        }
+        applies(self.is(Status::Ok), format!("it begins with {}", self.sent))
     }
 }
 

@@ -1,7 +1,7 @@
 //! ATTACH (rules V9 to V12).
 
 use crate::{
-    kit::bench::{Bench, Stop, Verdict, attach, not_applicable},
+    kit::bench::{Bench, Stop, Verdict, applies, attach},
     wire::{Features, Status},
 };
 
@@ -67,9 +67,7 @@ fn refused(bench: &mut Bench<'_>) -> Verdict {
     let request = attach(domain, endpoint);
     for (what, byte) in [("byte 16 = 1", 16), ("flag 0x80000000", 15)] {
         let reply = bench.changed(request, what, |bytes| bytes[byte] = 0x80)?;
-        if reply.is(Status::Ok) {
-            return not_applicable("it is not refused");
-        }
+        applies(!reply.is(Status::Ok), "it is not refused")?;
         bench.map(domain, bench.pages(0, 0), bench.phys(0))?.expect_refusal()?;
     }
     Ok(())
@@ -80,10 +78,7 @@ fn makes_domain(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     bench.attach(domain, endpoint)?.expect(&[Status::Ok])?;
     let reply = bench.map(domain, bench.pages(0, 0), bench.phys(0))?;
-    match reply.is(Status::NoEnt) {
-        true => bench.mismatch(reply, "a domain to map in"),
-        false => Ok(()),
-    }
+    bench.holds(!reply.is(Status::NoEnt), reply, "a domain to map in")
 }
 
 fn consistent(bench: &mut Bench<'_>) -> Verdict {
@@ -159,8 +154,6 @@ fn outside_range(bench: &mut Bench<'_>) -> Verdict {
         let reply = bench.attach(domain, endpoint)?;
         notes.push(format!("{domain}: {reply}"));
     }
-    match notes.is_empty() {
-        true => not_applicable("every number is in the range"),
-        false => bench.note(notes.join(", ")),
-    }
+    applies(!notes.is_empty(), "every number is in the range")?;
+    bench.note(notes.join(", "))
 }

@@ -2,7 +2,7 @@
 //! V6).
 
 use crate::{
-    kit::bench::{Bench, Reached, Stop, Verdict, not_applicable},
+    kit::bench::{Bench, Reached, Stop, Verdict, applies, not_applicable},
     wire::{Features, Status},
 };
 
@@ -43,10 +43,8 @@ fn zero_or_one(bench: &mut Bench<'_>) -> Verdict {
     // A driver must not write such values, but that is no excuse to show them.
     for value in [1, 7, 0, 0xfe] {
         bench.write_bypass(value)?;
-        match bench.read_bypass()? {
-            0 | 1 => {}
-            other => return bench.mismatch(other, "0 or 1"),
-        }
+        let read = bench.read_bypass()?;
+        bench.holds(read <= 1, read, "0 or 1")?;
     }
     bench.note(format!("{initial} at first"))
 }
@@ -61,10 +59,8 @@ fn written(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn expect_bypass(bench: &mut Bench<'_>, expected: u8) -> Result<(), Stop> {
-    match bench.read_bypass()? {
-        read if read == expected => Ok(()),
-        read => bench.mismatch(read, expected),
-    }
+    let read = bench.read_bypass()?;
+    bench.holds(read == expected, read, expected)
 }
 
 fn survives_reset(bench: &mut Bench<'_>) -> Verdict {
@@ -148,9 +144,7 @@ fn unaccepted(bench: &mut Bench<'_>) -> Verdict {
     bench.write_bypass(1)?;
     bench.note_step("without BYPASS_CONFIG:");
     bench.start(bench.wanted().difference(Features::BYPASS_CONFIG))?;
-    if bench.read_bypass()? != 1 {
-        return not_applicable("bypass does not stay 1 over a device reset");
-    }
+    applies(bench.read_bypass()? == 1, "bypass does not stay 1 over a device reset")?;
     expect_identity(bench, endpoint)
 }
 
@@ -170,9 +164,7 @@ fn domain(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn negotiated(bench: &mut Bench<'_>) -> Verdict {
-    if !bench.offered().contains(Features::BYPASS) {
-        return not_applicable("BYPASS is not offered");
-    }
+    applies(bench.offered().contains(Features::BYPASS), "BYPASS is not offered")?;
     let endpoint = bench.endpoint(0)?;
     bench.note_step("with the old BYPASS:");
     bench.start((bench.wanted() | Features::BYPASS).difference(Features::BYPASS_CONFIG))?;
@@ -181,8 +173,8 @@ fn negotiated(bench: &mut Bench<'_>) -> Verdict {
 
 fn unattached(bench: &mut Bench<'_>) -> Verdict {
     let endpoint = bench.endpoint(0)?;
-    if bench.offered().contains(Features::BYPASS_CONFIG) && bench.read_bypass()? != 0 {
-        return not_applicable("bypass cannot be set to 0");
+    if bench.offered().contains(Features::BYPASS_CONFIG) {
+        applies(bench.read_bypass()? == 0, "bypass cannot be set to 0")?;
     }
     for n in [0, 7] {
         let first = bench.phys(n);

@@ -68,10 +68,8 @@ fn forgets(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint, at) = detached(bench)?;
     bench.attach(domain, endpoint)?.given()?;
     bench.can_observe_mapped(domain, endpoint)?;
-    if bench.is_mapped(domain, endpoint, at.0)? {
-        return bench.mismatch("the mapping from before", "an empty domain");
-    }
-    Ok(())
+    let mapped = bench.is_mapped(domain, endpoint, at.0)?;
+    bench.holds(!mapped, "the mapping from before", "an empty domain")
 }
 
 fn leaves_others(bench: &mut Bench<'_>) -> Verdict {
@@ -83,8 +81,6 @@ fn leaves_others(bench: &mut Bench<'_>) -> Verdict {
     bench.attach(domain, second)?.given()?;
     bench.detach(domain, first)?.given()?;
     bench.map(domain, bench.pages(2, 2), phys)?.expect(&[Status::Ok])?;
-    match bench.is_mapped(domain, second, kept.0)? {
-        true => Ok(()),
-        false => bench.mismatch("a mapping less", "what was mapped before"),
-    }
+    let mapped = bench.is_mapped(domain, second, kept.0)?;
+    bench.holds(mapped, "a mapping less", "what was mapped before")
 }

@@ -3,7 +3,7 @@
 use crate::{
     kit::{
         ACCESS, Event,
-        bench::{Bench, Reached, Stop, Verdict, not_applicable},
+        bench::{Bench, Reached, Stop, Verdict, applies, not_applicable},
     },
     wire::FAULT_LEN,
 };
@@ -47,9 +47,7 @@ fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, Event), Stop> {
         }
     }
     let (at, _) = bench.pages(5, 5);
-    if bench.reach(endpoint, at, false)? != Reached::Nothing {
-        return not_applicable("the access is not refused");
-    }
+    applies(bench.reach(endpoint, at, false)? == Reached::Nothing, "the access is not refused")?;
     match bench.event()? {
         None => not_applicable("the device reports no fault"),
         Some(event) if (event.used as usize) < FAULT_LEN || event.bytes.len() < FAULT_LEN => {
@@ -71,10 +69,8 @@ fn reset_forgets(bench: &mut Bench<'_>) -> Verdict {
     }
     bench.start(bench.wanted())?;
     bench.post(64)?;
-    match bench.event()? {
-        None => Ok(()),
-        Some(_) => bench.mismatch("a report", "none"),
-    }
+    let event = bench.event()?;
+    bench.holds(event.is_none(), "a report", "none")
 }
 
 fn report(bench: &mut Bench<'_>) -> Verdict {
@@ -84,57 +80,43 @@ fn report(bench: &mut Bench<'_>) -> Verdict {
 
 fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let (_, _, event) = fault(bench)?;
-    match event.bytes[1..4] == [0; 3] && word(&event, 12) == 0 {
-        true => Ok(()),
-        false => bench.mismatch(format!("{:x?}", &event.bytes[..FAULT_LEN]), "zeroes"),
-    }
+    let zero = event.bytes[1..4] == [0; 3] && word(&event, 12) == 0;
+    bench.holds(zero, format!("{:x?}", &event.bytes[..FAULT_LEN]), "zeroes")
 }
 
 fn flags(bench: &mut Bench<'_>) -> Verdict {
     let (_, _, event) = fault(bench)?;
-    match word(&event, 4) {
-        flags if flags & UNDEFINED == 0 => Ok(()),
-        flags => bench.mismatch(format!("{flags:#x}"), "no flags but 0x103"),
-    }
+    let flags = word(&event, 4);
+    bench.holds(flags & UNDEFINED == 0, format!("{flags:#x}"), "no flags but 0x103")
 }
 
 fn endpoint(bench: &mut Bench<'_>) -> Verdict {
     let (endpoint, _, event) = fault(bench)?;
-    match word(&event, 8) {
-        named if named == endpoint => Ok(()),
-        named => bench.mismatch(named, endpoint),
-    }
+    let named = word(&event, 8);
+    bench.holds(named == endpoint, named, endpoint)
 }
 
 fn address(bench: &mut Bench<'_>) -> Verdict {
     let (_, at, event) = fault(bench)?;
-    if word(&event, 4) & 0x100 == 0 {
-        return not_applicable("the report has no address");
-    }
+    applies(word(&event, 4) & 0x100 != 0, "the report has no address")?;
     let named = u64::from(word(&event, 16)) | u64::from(word(&event, 20)) << 32;
-    match (at..at + ACCESS as u64).contains(&named) {
-        true => Ok(()),
-        false => bench.mismatch(format!("{named:#x}"), format!("{at:#x}")),
-    }
+    let within = (at..at + ACCESS as u64).contains(&named);
+    bench.holds(within, format!("{named:#x}"), format!("{at:#x}"))
 }
 
 fn no_buffer(bench: &mut Bench<'_>) -> Verdict {
     // Whether there are reports at all.
     let (endpoint, at, _) = fault(bench)?;
     for _ in 0..20 {
-        if bench.reach(endpoint, at, true)? != Reached::Nothing {
-            return not_applicable("the access is not refused");
-        }
+        applies(bench.reach(endpoint, at, true)? == Reached::Nothing, "the access is not refused")?;
     }
     let domain = bench.domain(0)?;
     bench.map(domain, bench.pages(1, 1), bench.phys(0))?;
     bench.post(64)?;
     // What waited comes now, else this.
     bench.reach(endpoint, at, true)?;
-    match bench.event()? {
-        Some(_) => Ok(()),
-        None => bench.mismatch("no report any more", "a report"),
-    }
+    let event = bench.event()?;
+    bench.holds(event.is_some(), "no report any more", "a report")
 }
 
 fn small_buffer(bench: &mut Bench<'_>) -> Verdict {
@@ -145,15 +127,11 @@ fn small_buffer(bench: &mut Bench<'_>) -> Verdict {
     bench.reach(endpoint, at, false)?;
     let mut written = 0;
     while let Some(event) = bench.event()? {
-        if event.used as usize > event.bytes.len() {
-            return bench.mismatch(format!("used length {}", event.used), event.bytes.len());
-        }
+        let (used, len) = (event.used as usize, event.bytes.len());
+        bench.holds(used <= len, format!("used length {used}"), len)?;
         written += usize::from(event.used > 0);
     }
-    match written {
-        0 | 1 => Ok(()),
-        more => bench.mismatch(format!("{more} buffers for one report"), "one at most"),
-    }
+    bench.holds(written <= 1, format!("{written} buffers for one report"), "one at most")
 }
 
 fn needs_reset(_: &mut Bench<'_>) -> Verdict {

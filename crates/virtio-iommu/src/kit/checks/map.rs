@@ -3,7 +3,7 @@
 use ringfence_iommu::{Iova, Range};
 
 use crate::{
-    kit::bench::{Bench, Reached, Stop, Verdict, map, not_applicable},
+    kit::bench::{Bench, Reached, Stop, Verdict, applies, map},
     wire::{Features, MapFlags, Request, Status},
 };
 
@@ -53,9 +53,7 @@ checks! {
 fn aligned(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
     let granule = bench.granule();
-    if granule == 1 {
-        return not_applicable("everything is aligned to a granule of one byte");
-    }
+    applies(granule != 1, "everything is aligned to a granule of one byte")?;
     let ((first, last), phys, half) = (bench.pages(1, 2), bench.phys(4), granule / 2);
     for (at, phys) in [
         ((first + half, last), phys),
@@ -86,9 +84,8 @@ fn overlap_changes_nothing(bench: &mut Bench<'_>) -> Verdict {
     bench.can_observe_mapped(domain, endpoint)?;
     bench.mapped(domain, bench.pages(4, 7), bench.phys(9))?;
     for (first, last) in OVERLAPS {
-        if bench.map(domain, bench.pages(first, last), bench.phys(20))?.is(Status::Ok) {
-            return not_applicable("a MAP over a mapping is not refused");
-        }
+        let reply = bench.map(domain, bench.pages(first, last), bench.phys(20))?;
+        applies(!reply.is(Status::Ok), "a MAP over a mapping is not refused")?;
     }
     for page in 2..=9 {
         let (first, _) = bench.pages(page, page);
@@ -116,9 +113,7 @@ fn flags(bench: &mut Bench<'_>) -> Verdict {
 
 fn mmio_unoffered(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
-    if bench.offered().contains(Features::MMIO) {
-        return not_applicable("MMIO is offered");
-    }
+    applies(!bench.offered().contains(Features::MMIO), "MMIO is offered")?;
     let request = map(domain, bench.pages(0, 0), bench.phys(0));
     let mmio = MapFlags::all().bits();
     let reply = bench.changed(request, "the flag MMIO", |bytes| {
@@ -161,10 +156,7 @@ fn reserved_region(bench: &mut Bench<'_>) -> Verdict {
             tried = true;
         }
     }
-    match tried {
-        true => Ok(()),
-        false => not_applicable("no endpoint has a RESV_MEM region within input_range"),
-    }
+    applies(tried, "no endpoint has a RESV_MEM region within input_range")
 }
 
 fn input_range(bench: &mut Bench<'_>) -> Verdict {
@@ -181,9 +173,7 @@ fn input_range(bench: &mut Bench<'_>) -> Verdict {
         outside.push((first - granule, first - 1));
         outside.push((first - granule, first + mask));
     }
-    if outside.is_empty() {
-        return not_applicable("every address can be mapped");
-    }
+    applies(!outside.is_empty(), "every address can be mapped")?;
     for at in outside {
         bench.map(domain, at, bench.phys(0))?.expect_refusal()?;
     }

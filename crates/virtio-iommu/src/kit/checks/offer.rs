@@ -19,24 +19,17 @@ checks! {
 }
 
 fn offers_map_unmap(bench: &mut Bench<'_>) -> Verdict {
-    match bench.offered().contains(Features::MAP_UNMAP) {
-        true => Ok(()),
-        false => bench.mismatch("no MAP_UNMAP", "MAP_UNMAP"),
-    }
+    bench.holds(bench.offered().contains(Features::MAP_UNMAP), "no MAP_UNMAP", "MAP_UNMAP")
 }
 
 fn no_old_bypass(bench: &mut Bench<'_>) -> Verdict {
-    match bench.offered().contains(Features::BYPASS) {
-        true => bench.mismatch("BYPASS", "BYPASS_CONFIG or neither"),
-        false => Ok(()),
-    }
+    let old = bench.offered().contains(Features::BYPASS);
+    bench.holds(!old, "BYPASS", "BYPASS_CONFIG or neither")
 }
 
 fn not_both_bypasses(bench: &mut Bench<'_>) -> Verdict {
-    match bench.offered().contains(Features::BYPASS | Features::BYPASS_CONFIG) {
-        true => bench.mismatch("both", "one of them or neither"),
-        false => Ok(()),
-    }
+    let both = bench.offered().contains(Features::BYPASS | Features::BYPASS_CONFIG);
+    bench.holds(!both, "both", "one of them or neither")
 }
 
 fn ranges(bench: &mut Bench<'_>) -> Verdict {

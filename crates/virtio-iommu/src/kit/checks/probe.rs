@@ -1,7 +1,7 @@
 //! PROBE, and the RESV_MEM regions that it returns (rules V24 to V27).
 
 use crate::{
-    kit::bench::{Bench, Reached, Reply, Stop, UNWRITTEN, Verdict, not_applicable},
+    kit::bench::{Bench, Reached, Reply, Stop, UNWRITTEN, Verdict, applies},
     wire::{Features, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
 };
 
@@ -98,9 +98,7 @@ fn walked<'a>(bytes: &'a [u8]) -> Result<(Vec<Raw<'a>>, &'a [u8]), Stop> {
 }
 
 fn unoffered(bench: &mut Bench<'_>) -> Verdict {
-    if bench.offered().contains(Features::PROBE) {
-        return not_applicable("PROBE is offered");
-    }
+    applies(!bench.offered().contains(Features::PROBE), "PROBE is offered")?;
     let endpoint = bench.endpoint(0)?;
     send(bench, endpoint, 64, 0)?.expect_unwritten()
 }
@@ -125,10 +123,7 @@ fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let size = bench.probe_size();
     let reply = send(bench, endpoint, size, 0xff)?;
     reply.expect(&[Status::Ok])?;
-    match reply.bytes[..size] == plain[..] {
-        true => Ok(()),
-        false => bench.mismatch("other properties", "the same as without"),
-    }
+    bench.holds(reply.bytes[..size] == plain[..], "other properties", "the same as without")
 }
 
 fn lengths(bench: &mut Bench<'_>) -> Verdict {
@@ -168,16 +163,13 @@ fn zero_fill(bench: &mut Bench<'_>) -> Verdict {
 fn small(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::PROBE)?;
     let (endpoint, size) = (bench.endpoint(0)?, bench.probe_size());
-    if size == 0 {
-        return not_applicable("probe_size is 0");
-    }
+    applies(size != 0, "probe_size is 0")?;
     for less in [size - 1, size / 2, 0] {
         let reply = send(bench, endpoint, less, 0)?;
         reply.expect(&[Status::Inval])?;
         let head = reply.bytes[..less].first_chunk().copied().map_or(0, u16::from_le_bytes);
-        if head != 0 && head != u16::from_le_bytes([UNWRITTEN; 2]) {
-            return bench.mismatch(format!("a property of type {head:#x}"), "no property");
-        }
+        let none = head == 0 || head == u16::from_le_bytes([UNWRITTEN; 2]);
+        bench.holds(none, format!("a property of type {head:#x}"), "no property")?;
     }
     Ok(())
 }
@@ -202,10 +194,9 @@ fn regions(bench: &mut Bench<'_>) -> Result<Vec<(u32, Vec<Region>)>, Stop> {
         let regions = walked(&bytes)?.0.iter().filter_map(region).collect();
         all.push((endpoint, regions));
     }
-    match all.iter().all(|(_, regions): &(u32, Vec<Region>)| regions.is_empty()) {
-        true => not_applicable("no endpoint has a RESV_MEM region"),
-        false => Ok(all),
-    }
+    let any = all.iter().any(|(_, regions): &(u32, Vec<Region>)| !regions.is_empty());
+    applies(any, "no endpoint has a RESV_MEM region")?;
+    Ok(all)
 }
 
 fn region(raw: &Raw<'_>) -> Option<Region> {
@@ -217,8 +208,8 @@ fn region(raw: &Raw<'_>) -> Option<Region> {
 
 fn region_reserved(bench: &mut Bench<'_>) -> Verdict {
     for (_, regions) in regions(bench)? {
-        if let Some(region) = regions.iter().find(|region| region.reserved != [0; 3]) {
-            return bench.mismatch(format!("{:x?}", region.reserved), "three zeroes");
+        for Region { reserved, .. } in regions {
+            bench.holds(reserved == [0; 3], format!("{reserved:x?}"), "three zeroes")?;
         }
     }
     Ok(())
@@ -227,9 +218,7 @@ fn region_reserved(bench: &mut Bench<'_>) -> Verdict {
 fn one_msi(bench: &mut Bench<'_>) -> Verdict {
     for (endpoint, regions) in regions(bench)? {
         let msis = regions.iter().filter(|region| region.subtype == MSI).count();
-        if msis > 1 {
-            return bench.mismatch(format!("{msis} MSI regions of endpoint {endpoint}"), "one");
-        }
+        bench.holds(msis <= 1, format!("{msis} MSI regions of endpoint {endpoint}"), "one")?;
     }
     Ok(())
 }
@@ -260,15 +249,10 @@ fn reaches_nothing(bench: &mut Bench<'_>) -> Verdict {
             let at = if at <= region.last.min(memory_last) { at } else { region.first };
             for write in [false, true] {
                 let reached = bench.reach(endpoint, at, write)?;
-                if matches!(reached, Reached::At(_)) {
-                    return bench.mismatch(reached, "no memory");
-                }
+                bench.holds(!matches!(reached, Reached::At(_)), reached, "no memory")?;
             }
             tried = true;
         }
     }
-    match tried {
-        true => Ok(()),
-        false => not_applicable("all RESV_MEM regions are for MSIs"),
-    }
+    applies(tried, "all RESV_MEM regions are for MSIs")
 }

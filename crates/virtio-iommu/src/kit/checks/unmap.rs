@@ -1,7 +1,7 @@
 //! UNMAP (rules V21 to V23).
 
 use crate::{
-    kit::bench::{Bench, Stop, Verdict, not_applicable, unmap},
+    kit::bench::{Bench, Stop, Verdict, applies, unmap},
     wire::{Features, Status},
 };
 
@@ -195,9 +195,7 @@ fn everything(bench: &mut Bench<'_>) -> Verdict {
 fn backwards(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
     let at = bench.pages(4, 4);
-    if at.0 == 0 {
-        return not_applicable("there is nothing before the window");
-    }
+    applies(at.0 != 0, "there is nothing before the window")?;
     let reply = bench.changed(unmap(domain, at), "an end before its start", |bytes| {
         bytes[16..24].copy_from_slice(&(at.0 - 1).to_le_bytes());
     })?;
