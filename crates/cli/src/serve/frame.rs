@@ -78,7 +78,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
     let frame = Frame {
         service,
         // A manager that stores what is left also starts the next process.
-        leaves: AtomicBool::new(manager.stores()),
+        leaves: AtomicBool::new(manager.stores),
         manager,
         users,
         begun: Instant::now(),
@@ -411,6 +411,6 @@ impl<S: Service> Frame<S> {
         let refused = ringfence_sandbox::refusals();
         page.one("sandbox_refusals_total", help, refused);
         self.service.figures(&mut page);
-        page.into_text()
+        page.text
     }
 }

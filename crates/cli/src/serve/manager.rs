@@ -24,7 +24,9 @@ pub(super) const ENDS: [&str; 2] = ["ringfence-write", "ringfence-read"];
 /// A socket to it, if there is one. Opened before the process gives up opening sockets.
 pub(super) struct Manager {
     socket: Option<UnixDatagram>,
-    stores: bool,
+    /// Whether it keeps descriptors for the next process: `FDSTORE` says so, set by systemd since
+    /// version 254, and that there is room for [both](Self::store).
+    pub(super) stores: bool,
 }
 
 impl Manager {
@@ -41,12 +43,6 @@ impl Manager {
                 none
             }
         }
-    }
-
-    /// Whether it keeps descriptors for the next process: `FDSTORE` says so, set by systemd since
-    /// version 254, and that there is room for [both](Self::store).
-    pub(super) fn stores(&self) -> bool {
-        self.stores
     }
 
     /// Makes it keep the ends of a saved state, each by the name that

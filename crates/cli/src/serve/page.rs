@@ -6,7 +6,7 @@ use std::fmt::{Display, Write};
 /// counter, which only grows until the service restarts; any other is a gauge.
 #[derive(Default)]
 pub(crate) struct Page {
-    text: String,
+    pub(super) text: String,
 }
 
 impl Page {
@@ -36,11 +36,6 @@ impl Page {
             };
         }
     }
-
-    /// The page.
-    pub(crate) fn into_text(self) -> String {
-        self.text
-    }
 }
 
 fn escaped(value: &str) -> String {
@@ -57,7 +52,7 @@ mod tests {
         page.one("up", "Whether it runs.", 1);
         page.many("x_total", "Xs.", "of", [("a", 2), ("b\"\\\n", 3)]);
         assert_eq!(
-            page.into_text(),
+            page.text,
             "# HELP ringfence_up Whether it runs.\n\
              # TYPE ringfence_up gauge\n\
              ringfence_up 1\n\

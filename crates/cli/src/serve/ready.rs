@@ -201,7 +201,7 @@ pub(crate) fn open(
     let door = door.transpose()?;
     let mut resumed: Vec<_> = (0..sockets).map(|_| None).collect();
     let mut saved_state = None;
-    if inherited.is_some() || door.is_some() || manager.stores() {
+    if inherited.is_some() || door.is_some() || manager.stores {
         let names: Vec<_> = fronts.iter().map(|front| &*front.listener.name).collect();
         let closers: Vec<_> = fronts.iter().map(|front| front.closer.clone()).collect();
         if let Some(inherited) = &mut inherited {
