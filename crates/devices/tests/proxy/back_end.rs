@@ -36,6 +36,8 @@ pub(crate) enum Script {
     Untold,
     /// Uses none.
     Silent,
+    /// Uses the last one, and then none.
+    Newest,
     /// Reports more bytes than there is room for.
     TooLong,
     /// Uses a chain that it has not.
@@ -313,6 +315,10 @@ impl Work {
             };
             self.push(script, head, used, bus);
             last = Some((head, used));
+            if script == Script::Newest {
+                *self.seen.script.lock() = Some(Script::Silent);
+                return;
+            }
         }
         if let (Script::Twice, Some((head, used))) = (script, last) {
             self.push(script, head, used, bus);
@@ -335,7 +341,7 @@ impl Work {
     /// Adds an entry to the used ring, past all checks of the queue.
     fn push(&mut self, script: Script, head: u16, used: u32, bus: &UserAddresses) {
         let config = *self.queue.config();
-        if matches!(script, Script::Honest | Script::Untold | Script::WriteAll) {
+        if matches!(script, Script::Honest | Script::Untold | Script::WriteAll | Script::Newest) {
             self.queue.push_used(head, used);
             let _ = self.queue.publish_used();
             return;

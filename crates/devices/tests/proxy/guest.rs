@@ -345,13 +345,18 @@ impl Guest {
     /// Stops the ring, and takes what has come back: it goes on with the chains that have not. (For
     /// rings without tables.)
     pub(crate) fn stop(&mut self) {
-        let base = self.main.get_vring_base(0).unwrap();
+        let base = self.base().unwrap();
         self.reap(true);
         let (chains, descs) = self.back;
         let size = u32::from(SIZE);
         let wrap = 1 - descs / size % 2;
         let position = (descs % size) | (wrap << 15);
         assert_eq!(base, if self.packed { (position << 16) | position } else { chains });
+    }
+
+    /// Stops the ring; where it goes on, if the proxy says so.
+    pub(crate) fn base(&mut self) -> Option<u32> {
+        self.main.get_vring_base(0).ok()
     }
 
     /// Waits until the proxy has ended the connection.

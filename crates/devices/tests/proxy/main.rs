@@ -194,6 +194,26 @@ fn what_a_back_end_has_not_used_is_put_back_when_the_ring_stops() {
     }
 }
 
+/// As by a guest that shuts down: it waits for none of the others, and its VMM goes on.
+#[test]
+fn a_ring_of_which_a_back_end_has_used_the_newest_stops() {
+    for front in [0, 1 << F_PACKED] {
+        let far = Far::new(0);
+        let mut guest = Guest::new(&far.path(), front, 5);
+        far.obeys(Script::Silent);
+        while guest.in_flight() < 5 && guest.submit() {}
+        guest.publish();
+        far.wait_for(5);
+        far.obeys(Script::Newest);
+        while guest.reap(true) == 0 {
+            std::thread::yield_now();
+        }
+        assert!(guest.base().is_some());
+        // Its connection goes on.
+        assert!(guest.base().is_some());
+    }
+}
+
 #[test]
 fn a_back_end_whose_replies_are_nonsense_is_refused_and_the_next_one_served() {
     use Nonsense::{Ahead, Code, Half, Old, Request, Size};

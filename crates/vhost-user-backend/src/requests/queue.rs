@@ -234,11 +234,12 @@ impl<S: Serve> RequestQueue<S> {
         self.at_used = true;
     }
 
-    /// The index at which the ring goes on; `None` if that is unknown, and matters: where the guest does not
-    /// move, its driver begins anew, or the record says it.
+    /// The index at which the ring goes on; `None` if that is unknown, and matters. Where the guest does not
+    /// move it does not: its driver begins anew, as one does that shuts down, or the record says it, or what
+    /// it waits for is lost in either case.
     pub fn next_avail(&self) -> Option<u32> {
         let closed = self.recorded.as_ref().is_some_and(Recorded::is_closed);
-        let unknown = self.lost || self.at_used && closed && self.log.is_on();
+        let unknown = self.log.is_on() && (self.lost || self.at_used && closed);
         (!unknown).then(|| self.ring.next_avail())
     }
 
