@@ -1,6 +1,9 @@
 //! Lazy unmaps: what waits for a flush, and when threads flush.
 
-use std::sync::Arc;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::Arc,
+};
 
 use ringfence_iommu::{Domain, Gather, Result};
 use ringfence_iova::Allocator;
@@ -255,15 +258,19 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         if !self.wants_flush() {
             return Ok(());
         }
-        let result = self.flush_domain(waits);
-        self.reap_all(frees);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            let result = self.flush_domain(waits);
+            self.reap_all(frees);
+            result
+        }));
         if late {
             queues.expiring();
         }
-        if result.is_err() && queues.rearm() {
+        // What a flush that fails or panics leaves is still reachable.
+        if !matches!(result, Ok(Ok(()))) && queues.rearm() {
             timer.arm(self.clock.now_ns().saturating_add(pace.wait_ns()));
         }
-        result
+        result.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     /// Whether anything waits in a flush queue.

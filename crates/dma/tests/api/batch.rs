@@ -14,6 +14,7 @@ use ringfence_dma::{
     Direction, Error, MapBatch, Mapping, Policy, ThreadClock, UnmapBatch, UnmapError,
 };
 use ringfence_iommu::{Error as DomainError, Iova, Range};
+use ringfence_sync::clock::Clock;
 
 use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, STATUS, Setup};
 
@@ -42,7 +43,7 @@ fn count(bench: &Bench, wanted: impl Fn(&Event) -> bool) -> usize {
     bench.domain.events().iter().filter(|event| wanted(event)).count()
 }
 
-/// A clock of a thread's time that panics where it is read for the `n`th time from now.
+/// A clock that panics where it is read for the `n`th time from now.
 #[derive(Default)]
 struct Panics(AtomicU64);
 
@@ -50,6 +51,12 @@ impl ThreadClock for Panics {
     fn thread_ns(&self) -> u64 {
         assert_ne!(self.0.fetch_sub(1, Ordering::Relaxed), 1, "a panic of the test's");
         0
+    }
+}
+
+impl Clock for Panics {
+    fn now_ns(&self) -> u64 {
+        self.thread_ns()
     }
 }
 
@@ -93,6 +100,36 @@ fn each_buffer_of_a_batch_waits_for_its_own_sync_whatever_has_panicked() {
         bench.assert_nothing_leaked();
     }
     assert!(panicked > 2, "{panicked}");
+}
+
+#[test]
+fn the_range_of_a_member_is_freed_once_whatever_has_panicked() {
+    let mut panicked = 0;
+    for nth in 1..16 {
+        let clock = Arc::new(Panics::default());
+        let mut setup = Setup::new(Policy::StrictMap);
+        setup.config.sample_every = 1;
+        setup.thread_clock = Arc::clone(&clock) as _;
+        setup.clock = Some(Arc::clone(&clock) as _);
+        let bench = setup.build();
+        let mut batch: Unmaps = bench.device.unmap_batch();
+        map_pages(&bench, 3).into_iter().enumerate().for_each(|(tag, it)| {
+            batch.push(it, tag).unwrap();
+        });
+        batch.begin();
+        clock.0.store(nth, Ordering::Relaxed);
+        panicked += usize::from(catch_unwind(AssertUnwindSafe(|| poll(&mut batch))).is_err());
+        clock.0.store(0, Ordering::Relaxed);
+        // They may have the ranges that are free now.
+        let mut live = map_pages(&bench, 2);
+        poll(&mut batch);
+        assert!(batch.is_empty(), "panic at {nth}");
+        live.extend(map_pages(&bench, 6));
+        let ranges: BTreeSet<u64> = live.iter().map(|it| it.segments()[0].addr).collect();
+        assert_eq!(ranges.len(), live.len(), "panic at {nth}: two mappings have one address");
+        live.into_iter().for_each(|mapping| _ = mapping.unmap().unwrap());
+    }
+    assert!(panicked > 4, "{panicked}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Lazy invalidation.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, atomic::Ordering, mpsc},
     thread,
 };
@@ -226,6 +227,21 @@ fn a_flush_that_fails_releases_nothing_and_is_tried_again() {
         assert!(bench.device.timer_due_at_ns().is_some());
         assert!(bench.device.flush().is_err());
         *bench.domain.broken.lock().unwrap() = Broken::default();
+        bench.device.expire().unwrap();
+        bench.assert_nothing_leaked();
+    }
+}
+
+#[test]
+fn so_is_one_that_panics() {
+    for policy in LAZY {
+        let bench = Bench::new(policy);
+        drop(map(&bench));
+        let hook = || panic!("a panic of the test's");
+        *bench.domain.during_flush.lock().unwrap() = Some(Box::new(hook));
+        assert!(catch_unwind(AssertUnwindSafe(|| bench.device.expire())).is_err());
+        assert_eq!(bench.device.stats().queued, 1);
+        assert!(bench.device.timer_due_at_ns().is_some());
         bench.device.expire().unwrap();
         bench.assert_nothing_leaked();
     }

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering},
     },
     thread,
@@ -21,7 +21,10 @@ use ringfence_iommu::{
 use ringfence_iova::{
     AllocError, AllocReason, Allocator, FreeError, FreeReason, Request, ReserveError, Stats,
 };
-use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
+use ringfence_sync::{
+    clock::{Clock, ManualClock},
+    cpu::FixedCpu,
+};
 
 /// The status of the device's failures on command.
 pub(crate) const STATUS: u8 = 7;
@@ -136,7 +139,7 @@ impl MockDomain {
     }
 
     fn invalidate(&self, ranges: &[Range]) {
-        let _one_at_a_time = self.invalidating.lock().unwrap();
+        let _one_at_a_time = self.invalidating.lock().unwrap_or_else(PoisonError::into_inner);
         let mut cached = self.cached.lock().unwrap();
         cached.retain(|(held, ..)| ranges.iter().all(|range| !range.overlaps(*held)));
     }
@@ -225,12 +228,11 @@ impl MockDomain {
 
     fn flush(&self) -> Result<()> {
         self.step(Event::FlushAll, |broken| broken.flush)?;
-        let _one_at_a_time = self.invalidating.lock().unwrap();
+        let _one_at_a_time = self.invalidating.lock().unwrap_or_else(PoisonError::into_inner);
         // The device walks the table while it flushes, before what the hook changes ...
         let walked = self.table.iter().map(|m| (m.range, m.target, m.prot)).collect();
-        if let Some(hook) = self.during_flush.lock().unwrap().take() {
-            hook();
-        }
+        let hook = self.during_flush.lock().unwrap().take();
+        hook.into_iter().for_each(|hook| hook());
         // ... and caches that afterwards.
         *self.cached.lock().unwrap() = walked;
         Ok(())
@@ -473,6 +475,8 @@ pub(crate) struct Setup {
     pub(crate) limits: Limits,
     pub(crate) config: DmaConfig,
     pub(crate) thread_clock: Arc<dyn ThreadClock>,
+    /// In place of the bench's.
+    pub(crate) clock: Option<Arc<dyn Clock>>,
 }
 
 impl Setup {
@@ -483,17 +487,18 @@ impl Setup {
             limits: Limits::NONE,
             config: DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(policy) },
             thread_clock: Arc::new(TickingClock::default()),
+            clock: None,
         }
     }
 
     pub(crate) fn build(self) -> Bench {
-        let Setup { granule, capabilities, limits, config, thread_clock } = self;
+        let Setup { granule, capabilities, limits, config, thread_clock, clock: other } = self;
         let domain = MockDomain::new(granule, capabilities, limits);
         let allocator = EagerAllocator::new(granule.max(4096), Arc::clone(&domain.log));
         let clock = Arc::new(ManualClock::new(1_000_000));
         let cpu = Arc::new(FixedCpu::new(2));
         let environment = Environment {
-            clock: Arc::clone(&clock) as _,
+            clock: other.unwrap_or(Arc::clone(&clock) as _),
             cpu: Arc::clone(&cpu) as _,
             thread_clock,
         };

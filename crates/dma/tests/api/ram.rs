@@ -204,7 +204,7 @@ impl Pooled {
 
     /// With pools of these limits, and `room` bytes of memory for them.
     pub(crate) fn with(setup: Setup, limits: BounceLimits, room: u64) -> Pooled {
-        let Setup { granule, capabilities, limits: table, config, thread_clock } = setup;
+        let Setup { granule, capabilities, limits: table, config, thread_clock, .. } = setup;
         let domain = MockDomain::new(granule, capabilities, table);
         let allocator = EagerAllocator::new(granule.max(4096), Arc::clone(&domain.log));
         let (clock, cpu) = (Arc::new(ManualClock::new(1_000_000)), Arc::new(FixedCpu::new(2)));
