@@ -77,6 +77,10 @@ pub trait RawDevice {
     fn tally(&self) -> &IotlbTally;
     /// The features that it offers besides those of rings.
     fn features(&self) -> u64;
+    /// As [`Handler::tolerated`].
+    fn tolerated(&self) -> u64 {
+        0
+    }
     /// The features of rings that it does not offer.
     fn withheld(&self) -> u64 {
         0
@@ -347,6 +351,10 @@ impl<D: RawDevice> Handler for Backend<D> {
         let bits = rings.into_iter().chain(translated);
         bits.fold(self.device.features(), |features, bit| features | 1 << bit)
             & !self.device.withheld()
+    }
+
+    fn tolerated(&self) -> u64 {
+        self.device.tolerated()
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {

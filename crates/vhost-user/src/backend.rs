@@ -51,6 +51,12 @@ pub trait Handler {
     /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30, and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
     fn features(&self) -> u64;
 
+    /// Features that it may not offer, and with which it serves a driver all the same that has accepted
+    /// them from an earlier process.
+    fn tolerated(&self) -> u64 {
+        0
+    }
+
     /// The protocol features that the device offers; the server removes those that it does not
     /// implement.
     fn protocol_features(&self) -> ProtocolFeatures {

@@ -315,6 +315,29 @@ fn a_connection_that_cannot_go_on_reports_it_and_ends() {
     assert!(front.features().is_err(), "it is hung up");
 }
 
+/// As a disk that has lost its request to discard.
+#[test]
+fn a_feature_that_is_only_tolerated_is_kept_and_not_offered() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), Device::default(), None);
+    let mut front = begun(ours);
+    let offered = front.features().unwrap();
+    handle.leave();
+    first.join().unwrap().0.unwrap();
+    let (lost, features) = (VERSION_1, F_ACCESS_PLATFORM);
+    let less = || Device { features, tolerated: lost, ..Device::default() };
+    let (_, handle, served_again) = served(theirs, less(), Some(notes.saved()));
+    assert_eq!(front.features().unwrap(), offered, "its driver has it");
+    handle.leave();
+    served_again.join().unwrap().0.unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (_, _, served) = served(theirs, less(), None);
+    let mut other = Frontend::new(ours, LONG);
+    assert_eq!(other.features().unwrap() & lost, 0, "another is not offered it");
+    drop(other);
+    served.join().unwrap().0.unwrap();
+}
+
 #[test]
 fn what_ends_or_cannot_be_stopped_is_not_kept() {
     for stopped_at in [Some(1), None] {

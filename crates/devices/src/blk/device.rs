@@ -174,6 +174,12 @@ impl RawDevice for Blk {
         features
     }
 
+    /// A disk may lose what it could, as the kernel finds that out, or between two versions: each such
+    /// request is unsupported then.
+    fn tolerated(&self) -> u64 {
+        feature::DISCARD | feature::WRITE_ZEROES
+    }
+
     fn protocol_features(&self) -> ProtocolFeatures {
         ProtocolFeatures::CONFIG | ProtocolFeatures::INFLIGHT_SHMFD
     }

@@ -124,6 +124,13 @@ unsafe impl<T: Send> Send for Chunk<T> {}
 /// let chunk = HostMemory.take(4096, 4096).unwrap();
 /// HostMemory.give_back(chunk);
 /// ```
+/// The same compiles with a promise:
+/// ```
+/// # use ringfence_dma::{BounceMemory, HostMemory};
+/// let chunk = HostMemory.take(4096, 4096).unwrap();
+/// // SAFETY: nothing uses it.
+/// unsafe { HostMemory.give_back(chunk) };
+/// ```
 pub unsafe trait BounceMemory<T: Address>: Send + Sync {
     /// `len` bytes, whose `target` is a multiple of `align`, a power of two; `None` if there is no
     /// memory. Their contents do not matter.

@@ -235,6 +235,7 @@ mod tests {
         assert_eq!(theirs.with(&ours, |a, b| a + b), Rounds(vec![30.0]));
         assert_eq!(Rounds::default().ratio_to(&ours), Interval::default());
     }
+
     #[test]
     fn the_first_round_does_not_count_and_who_fails_is_out() {
         let of = |key: &u32| if *key == 3 { Err("too many".to_owned()) } else { Ok((*key, 0)) };

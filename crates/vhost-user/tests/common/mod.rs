@@ -60,6 +60,7 @@ pub(crate) struct Device {
     pub(crate) memory: Option<Arc<Memory>>,
     pub(crate) channel: Option<Arc<BackendChannel>>,
     pub(crate) features: u64,
+    pub(crate) tolerated: u64,
     pub(crate) protocol: ProtocolFeatures,
     pub(crate) log: Option<Arc<DirtyLog>>,
     pub(crate) inflight: Option<Arc<InflightRegion>>,
@@ -102,6 +103,7 @@ impl Default for Device {
             notes_end: false,
             on_stop: None,
             features: VERSION_1 | F_ACCESS_PLATFORM,
+            tolerated: 0,
             protocol: ProtocolFeatures::KNOWN,
             refuses_rings: false,
             miss_at: None,
@@ -120,6 +122,9 @@ impl Device {
 impl Handler for Device {
     fn features(&self) -> u64 {
         self.features
+    }
+    fn tolerated(&self) -> u64 {
+        self.tolerated
     }
     fn protocol_features(&self) -> ProtocolFeatures {
         self.protocol
