@@ -138,7 +138,7 @@ fn run(memory: Arc<Memory>, data: &[u8]) {
     let config = IotlbConfig { entries, seed: Some(1), ..IotlbConfig::default() };
     let mut translation = Translation::new(config, Shootdown::new(2));
     translation.set_memory(&memory).expect("an empty table");
-    let view = View::new(Arc::clone(translation.endpoint()), Arc::clone(&memory)).expect("room");
+    let view = View::new(Arc::clone(&translation.endpoint), Arc::clone(&memory)).expect("room");
     let (truth, table) = Default::default();
     let mut bench = Bench { memory, translation, view, truth, table, is_whole };
     let (mut batch, mut sent) = (Vec::new(), 0);
@@ -276,7 +276,7 @@ impl Bench {
         let Bench { memory, translation, view, .. } = self;
         view.offline();
         if reads {
-            let endpoint = Arc::clone(translation.endpoint());
+            let endpoint = Arc::clone(&translation.endpoint);
             let is_over = AtomicBool::new(false);
             thread::scope(|scope| {
                 let reader = scope.spawn(|| {
@@ -310,7 +310,7 @@ impl Bench {
         }
         view.online();
         assert_eq!(outcomes.iter().map(Result::is_ok).collect::<Vec<_>>(), legal);
-        assert!(self.is_whole || self.translation.iotlb().entries() <= 3);
+        assert!(self.is_whole || self.translation.iotlb.entries() <= 3);
         // What came last is there, whatever made room for it.
         if let Some((_, last, user, access)) = newest {
             let there = look(&self.view, &self.memory, &[], last, 0, access);

@@ -480,6 +480,7 @@ impl Stage<'_> {
                     if self.stop.load(Ordering::Relaxed) {
                         return false;
                     }
+                    // Ordering: as in `engine`, flags by which threads agree that it is over.
                     let over = control.finished.load(Ordering::Acquire) >= threads;
                     if over || control.failed.load(Ordering::Acquire) {
                         return true;
