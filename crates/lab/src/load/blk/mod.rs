@@ -141,7 +141,7 @@ impl BlkLoad {
     /// Waits until all requests are completed.
     ///
     /// # Errors
-    /// See [`NetDriverError`](crate::load::net::NetDriverError); [`NetDriverError::Io`] if nothing completes within `timeout`.
+    /// See [`NetDriverError`](crate::load::net::NetDriverError): `Io` if nothing completes within `timeout`.
     pub fn drain(&mut self, timeout: Duration) -> Result<()> {
         let mut since = Instant::now();
         while self.in_flight() > 0 {
