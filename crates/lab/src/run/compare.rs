@@ -481,8 +481,9 @@ impl Stage<'_> {
                         return false;
                     }
                     // Ordering: as in `engine`, flags by which threads agree that it is over.
-                    let over = control.finished.load(Ordering::Acquire) >= threads;
-                    if over || control.failed.load(Ordering::Acquire) {
+                    let over = control.finished.load(Ordering::Acquire) >= threads
+                        || control.failed.load(Ordering::Acquire);
+                    if over {
                         return true;
                     }
                     if lost().is_some() {
