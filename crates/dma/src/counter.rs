@@ -29,8 +29,9 @@ impl Sampled {
 #[derive(Debug, Default)]
 pub(crate) struct TimeCounter {
     count: AtomicU64,
+    /// The calls; with the clock's own time, of calls that may be shorter than a reading of it.
     ns: AtomicU64,
-    /// Wall time. Of calls that may be shorter than a reading of the clock: the time between two
+    /// Wall time. Of such short calls: the time between two
     /// readings with nothing in between, once a sample.
     other_ns: AtomicU64,
 }

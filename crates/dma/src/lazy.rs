@@ -267,8 +267,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             queues.expiring();
         }
         // What a flush that fails or panics leaves is still reachable.
-        if !matches!(result, Ok(Ok(()))) && queues.rearm() {
-            timer.arm(self.clock.now_ns().saturating_add(pace.wait_ns()));
+        if !matches!(result, Ok(Ok(()))) {
+            let due_ns = self.clock.now_ns().saturating_add(pace.wait_ns());
+            if queues.rearm() {
+                timer.arm(due_ns);
+            }
         }
         result.unwrap_or_else(|panic| resume_unwind(panic))
     }

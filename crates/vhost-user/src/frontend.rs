@@ -111,7 +111,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_features(&mut self, features: u64) -> Result<()> {
-        self.request(Request::SetFeatures(features), &[])
+        self.make(Request::SetFeatures(features), &[])
     }
 
     /// GET_PROTOCOL_FEATURES. Only if the back end offers
@@ -129,7 +129,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_protocol_features(&mut self, features: ProtocolFeatures) -> Result<()> {
-        self.request(Request::SetProtocolFeatures(features), &[])
+        self.make(Request::SetProtocolFeatures(features), &[])
     }
 
     /// SET_OWNER.
@@ -137,7 +137,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_owner(&mut self) -> Result<()> {
-        self.request(Request::SetOwner, &[])
+        self.make(Request::SetOwner, &[])
     }
 
     /// GET_QUEUE_NUM: how many rings the device has. Needs MQ.
@@ -158,7 +158,7 @@ impl Frontend {
             return Err(FrontendError::Argument { request: code::SET_MEM_TABLE, why });
         }
         let (table, fds): (Vec<_>, Vec<_>) = regions.iter().copied().unzip();
-        self.request(Request::SetMemTable(table), &fds)
+        self.make(Request::SetMemTable(table), &fds)
     }
 
     /// GET_MAX_MEM_SLOTS: how many regions the back end takes. Needs CONFIGURE_MEM_SLOTS.
@@ -175,7 +175,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_backend_channel(&mut self, channel: BorrowedFd<'_>) -> Result<()> {
-        self.request(Request::SetBackendReqFd, &[channel])
+        self.make(Request::SetBackendReqFd, &[channel])
     }
 
     /// GET_CONFIG: fills `out` (1 to 256 bytes) from the configuration space. Needs CONFIG.
@@ -209,7 +209,7 @@ impl Frontend {
     pub fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<()> {
         config_size(code::SET_CONFIG, offset, data)?;
         let (why, data) = (ConfigWrite::Driver, data.to_vec());
-        self.request(Request::SetConfig { offset, why, data }, &[])
+        self.make(Request::SetConfig { offset, why, data }, &[])
     }
 
     /// RESET_DEVICE: stops and disables all rings, unsets the features. Needs RESET_DEVICE.
@@ -217,7 +217,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn reset_device(&mut self) -> Result<()> {
-        self.request(Request::ResetDevice, &[])
+        self.make(Request::ResetDevice, &[])
     }
 
     /// SET_STATUS: the driver's device status; 0 resets the device. Needs STATUS.
@@ -225,7 +225,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_status(&mut self, status: u8) -> Result<()> {
-        self.request(Request::SetStatus(status), &[])
+        self.make(Request::SetStatus(status), &[])
     }
 
     /// GET_STATUS. Needs STATUS.
@@ -261,7 +261,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn send_rarp(&mut self, mac: [u8; 6]) -> Result<()> {
-        self.request(Request::SendRarp(mac), &[])
+        self.make(Request::SendRarp(mac), &[])
     }
 
     /// Makes a request whose reply, if it has one or REPLY_ACK was negotiated, is whether it was
@@ -269,7 +269,20 @@ impl Frontend {
     ///
     /// # Errors
     /// See [`FrontendError`].
-    pub fn request(&self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    pub fn request(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let refuse = |why| Err(FrontendError::Argument { request: request.code(), why });
+        if request.has_reply() && !matches!(request, Request::SetLogBase { .. } | Request::Iotlb(_))
+        {
+            return refuse("its reply is more than whether it was done");
+        }
+        if !request.takes_fds(fds.len()) {
+            return refuse("another number of descriptors goes with it");
+        }
+        self.make(request, fds)
+    }
+
+    /// Makes a request, as [`request`](Self::request).
+    fn make(&self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
         let acks = self.protocol().contains(ProtocolFeatures::REPLY_ACK);
         if !acks && !request.has_reply() {
             self.need(&request)?;
@@ -298,7 +311,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_num(&mut self, ring: u16, size: u16) -> Result<()> {
-        self.request(Request::SetVringNum { ring: ring.into(), num: size.into() }, &[])
+        self.make(Request::SetVringNum { ring: ring.into(), num: size.into() }, &[])
     }
 
     /// SET_VRING_ADDR: where the ring's areas are, in addresses of this process, or in IOVAs if
@@ -307,7 +320,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_addr(&mut self, ring: u16, addresses: &RingAddresses) -> Result<()> {
-        self.request(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
+        self.make(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
     }
 
     /// SET_VRING_BASE: where the back end begins in the available ring.
@@ -315,7 +328,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_base(&mut self, ring: u16, base: u32) -> Result<()> {
-        self.request(Request::SetVringBase { ring: ring.into(), base }, &[])
+        self.make(Request::SetVringBase { ring: ring.into(), base }, &[])
     }
 
     /// GET_VRING_BASE: stops the ring; returns its next available index.
@@ -343,7 +356,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_vring_kick(&mut self, ring: u16, kick: Option<BorrowedFd<'_>>) -> Result<()> {
         let (ring, fd) = (short(code::SET_VRING_KICK, ring)?, kick.is_some());
-        self.request(Request::SetVringKick { ring, fd }, kick.as_slice())
+        self.make(Request::SetVringKick { ring, fd }, kick.as_slice())
     }
 
     /// SET_VRING_CALL: the descriptor with which the back end notifies the driver. `None`: the
@@ -353,7 +366,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_vring_call(&mut self, ring: u16, call: Option<BorrowedFd<'_>>) -> Result<()> {
         let (ring, fd) = (short(code::SET_VRING_CALL, ring)?, call.is_some());
-        self.request(Request::SetVringCall { ring, fd }, call.as_slice())
+        self.make(Request::SetVringCall { ring, fd }, call.as_slice())
     }
 
     /// SET_VRING_ENABLE. Only with [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES); without
@@ -366,7 +379,7 @@ impl Frontend {
             let (request, feature) = (code::SET_VRING_ENABLE, "PROTOCOL_FEATURES");
             return Err(FrontendError::NotNegotiated { request, feature });
         }
-        self.request(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
+        self.make(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
     }
 
     /// IOTLB_MSG: an update or an invalidation; `Ok` once the back end has carried it out. Needs
@@ -380,7 +393,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn iotlb(&mut self, message: &Iotlb) -> Result<()> {
         let (wires, _) = self.iotlb_handle().check(std::slice::from_ref(message))?;
-        wires.into_iter().try_for_each(|wire| self.request(Request::Iotlb(wire), &[]))
+        wires.into_iter().try_for_each(|wire| self.make(Request::Iotlb(wire), &[]))
     }
 
     /// A handle that sends IOTLB messages from other threads.

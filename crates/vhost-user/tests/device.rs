@@ -143,7 +143,7 @@ fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_replies_are_want
 
 #[test]
 fn a_log_that_cannot_be_used_ends_the_connection() {
-    let (front, served) = negotiated(Device::default());
+    let (mut front, served) = negotiated(Device::default());
     let (_, fd) = SharedFile::create(4096).unwrap();
     // Front ends ignore the reply's value.
     assert!(front.request(Request::SetLogBase { len: 4097, offset: 0 }, &[fd.as_fd()]).is_err());
@@ -193,10 +193,16 @@ fn an_in_flight_region_for_queues_that_do_not_exist_is_refused() {
         let error = served.join().unwrap().0.unwrap_err();
         assert!(matches!(error, ServeError::Wire(WireError::Value { .. })), "{error}");
     }
-    let (front, served) = negotiated(Device::default());
+    let (mut front, served) = negotiated(Device::default());
     let (made, fd) = InflightRegion::allocate(1, 64, false).unwrap();
     let mut place = made.place();
     place.offset = 4096;
+    for (wrong, fds) in
+        [(Request::SetInflight(place), 0), (Request::GetQueueNum, 0), (Request::SetOwner, 1)]
+    {
+        let refused = front.request(wrong, &[fd.as_fd()][..fds]);
+        assert!(matches!(refused, Err(FrontendError::Argument { .. })), "{refused:?}");
+    }
     let refused = front.request(Request::SetInflight(place), &[fd.as_fd()]);
     assert!(matches!(refused, Err(FrontendError::Refused { code: 1, .. })));
     front.request(Request::SetInflight(made.place()), &[fd.as_fd()]).unwrap();

@@ -171,7 +171,7 @@ impl Ring {
     }
 
     /// Takes the entry, if there is one; leaves it in place if the ring is full or refuses it. (By
-    /// reference: entries are moved once, into their slot.)
+    /// reference: entries are moved once, into their slot.) Whether to arm the timer is for the caller to say.
     pub(crate) fn push(&mut self, stamp: u64, entry: &mut Option<Entry>) -> Enqueued {
         let arm = false;
         let Some(pushed) = entry else { return Enqueued::Queued { arm, high: false } };

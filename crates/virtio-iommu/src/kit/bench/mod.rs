@@ -49,12 +49,12 @@ pub(super) fn not_applicable<T>(why: impl Into<String>) -> Result<T, Stop> {
     Err(Stop::NotApplicable(why.into()))
 }
 
-/// After `sent` the device did `came` instead of `expected`.
 /// A check goes on only if it applies.
 pub(super) fn applies(does: bool, why: impl Into<String>) -> Verdict {
     if does { Ok(()) } else { not_applicable(why) }
 }
 
+/// After `sent` the device did `came` instead of `expected`.
 fn mismatch<T>(sent: String, came: impl Display, expected: impl Display) -> Result<T, Stop> {
     let (came, expected) = (came.to_string(), expected.to_string());
     Err(Stop::Mismatch(Mismatch { sent, came, expected }))
