@@ -51,8 +51,8 @@ pub trait Handler {
     /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30, and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
     fn features(&self) -> u64;
 
-    /// Features that it may not offer, and with which it serves a driver all the same that has accepted
-    /// them from an earlier process.
+    /// Features that it may not offer, and with which it serves a driver all the same: an earlier process may
+    /// have offered them, which the front end does not ask again.
     fn tolerated(&self) -> u64 {
         0
     }

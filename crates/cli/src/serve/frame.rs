@@ -174,10 +174,14 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             ),
         }
     }
+    let leaves = frame.is_leaving();
     frame.close();
     drop(endpoint);
     // Images and taps are closed, and nothing is served: the successor need not wait for the
     // remaining closes; nor one that came too late to be accepted.
+    if leaves {
+        door.iter().for_each(hand_over::turn_away);
+    }
     drop(door);
     drop(successor.into_inner().map(|stream| stream.shutdown(std::net::Shutdown::Both)));
     info!("{name}: ended");

@@ -12,10 +12,11 @@ use std::{
         unix::net::UnixStream,
     },
     path::Path,
+    thread,
     time::Duration,
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::RecvFlags,
@@ -56,35 +57,60 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     let (hello, fds) = match mailbox::receive(stream.as_fd(), HELLO.len(), RecvFlags::empty(), true)
     {
         // It was ending, and did not look any more.
-        Ok((hello, _)) if hello.is_empty() => return Ok(None),
-        Err(error) if has_left(&error) => return Ok(None),
+        Ok((hello, _)) if hello.is_empty() && is_gone(path) => return Ok(None),
+        Err(error) if has_left(&error) && is_gone(path) => return Ok(None),
         received => received.context("the process that runs sends nothing")?,
     };
     let ends: Option<[_; 2]> = fds.try_into().ok();
     let ends = ends.filter(|_| hello == HELLO);
-    let ends = ends.context("the process that listens there cannot hand over to this version")?;
+    let ends = ends.context(
+        "the process that listens there cannot hand over to this version, or hands over to another",
+    )?;
+    let broken_off = "the process that runs has broken off, and goes on";
     let cannot = "this process cannot take over, and the one that runs goes on";
     Inherited::check(&ends, name, sockets).context(cannot)?;
     match stream.write_all(GO) {
-        Err(error) if has_left(&error) => return Ok(Some(ends)),
+        Err(error) if has_left(&error) && is_gone(path) => return Ok(Some(ends)),
         written => written.context(cannot)?,
     }
     info!("{name}: taking over; the previous process is ending");
     stream.set_read_timeout(Some(WARN_EVERY))?;
     loop {
         match stream.read(&mut [0]).map_err(|error| error.kind()) {
-            Ok(0) => return Ok(Some(ends)),
+            Ok(0) if is_gone(path) => return Ok(Some(ends)),
+            Ok(0) => bail!(broken_off),
             Ok(_) | Err(ErrorKind::Interrupted) => {}
             Err(ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 warn!("{name}: the previous process has not ended yet");
             }
             // It was killed with unread data.
-            Err(_) => return Ok(Some(ends)),
+            Err(_) if is_gone(path) => return Ok(Some(ends)),
+            Err(_) => bail!(broken_off),
         }
     }
 }
 
-/// Whether a connection fails because the process at its other end has gone.
+/// Whether no process listens at `path` any more. One that has only closed a connection may go on; one that is
+/// killed closes all, which may take a moment.
+fn is_gone(path: &Path) -> bool {
+    let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
+    (0..100).any(|_| {
+        let is = UnixStream::connect(path).is_err_and(|error| gone(error.kind()));
+        if !is {
+            thread::sleep(Duration::from_millis(10));
+        }
+        is
+    })
+}
+
+/// Turns away those that have connected to `door` and were not looked at: another one takes over.
+pub(super) fn turn_away(door: &Listener) {
+    while let Ok((mut stream, _)) = door.socket.accept() {
+        let _ = stream.write_all(b"taken");
+    }
+}
+
+/// Whether a connection fails because its other end is closed.
 fn has_left(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
 }

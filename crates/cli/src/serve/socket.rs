@@ -7,10 +7,7 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
-    sync::{
-        OnceLock,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -239,18 +236,20 @@ pub(super) fn passed() -> Result<Passed> {
 fn lock(folder: BorrowedFd<'_>) -> Option<OwnedFd> {
     let how = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = openat(folder, ".", how, Mode::empty()).ok()?;
-    static UNTIL: OnceLock<Instant> = OnceLock::new();
-    let until = *UNTIL.get_or_init(|| Instant::now() + LOCKED_WITHIN);
+    // One that others keep locked for so long is waited for once, not for each socket.
+    static GIVEN_UP: AtomicBool = AtomicBool::new(false);
+    let begun = Instant::now();
     while flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
-        && Instant::now() < until
+        && !GIVEN_UP.load(Ordering::Relaxed)
     {
+        GIVEN_UP.store(begun.elapsed() >= LOCKED_WITHIN, Ordering::Relaxed);
         thread::sleep(LOCKED_WITHIN / 200);
     }
     Some(folder)
 }
 
-/// For how long other processes may keep the folders of all sockets locked: far longer than a start takes. Any
-/// user that can read a folder can lock it.
+/// For how long another process may keep a folder locked: far longer than a start takes. Any user that can read
+/// a folder can lock it.
 const LOCKED_WITHIN: Duration = Duration::from_secs(2);
 
 /// The sockets that were passed, or those that the previous process has left, or those at `paths`;

@@ -364,10 +364,7 @@ impl<H: Handler> Server<H> {
     /// SET_FEATURES. Only F_LOG_ALL may change while a ring runs; it holds once there is a log.
     fn set_features(&mut self, features: u64) -> Result<(), Failure> {
         let request = code::SET_FEATURES;
-        if self.resuming {
-            self.offered |= features & self.handler.tolerated();
-        }
-        let value = features & !self.offered;
+        let value = features & !(self.offered | self.handler.tolerated());
         if value != 0 {
             let field = "features beyond those offered";
             return Err(WireError::Value { request, field, value }.into());
