@@ -12,7 +12,6 @@ use std::{
         unix::net::UnixStream,
     },
     path::Path,
-    thread,
     time::Duration,
 };
 
@@ -90,17 +89,18 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     }
 }
 
-/// Whether no process listens at `path` any more. One that has only closed a connection may go on; one that is
-/// killed closes all, which may take a moment.
+/// Whether no process listens at `path` any more. One that has only closed a connection may go on, and greets the
+/// next one; one that is killed closes all, which may take a moment.
 fn is_gone(path: &Path) -> bool {
-    let gone = |kind| matches!(kind, ErrorKind::NotFound | ErrorKind::ConnectionRefused);
-    (0..100).any(|_| {
-        let is = UnixStream::connect(path).is_err_and(|error| gone(error.kind()));
-        if !is {
-            thread::sleep(Duration::from_millis(10));
-        }
-        is
-    })
+    let looked = UnixStream::connect(path).and_then(|mut stream| {
+        stream.set_read_timeout(Some(LOOKS))?;
+        stream.read(&mut [0])
+    });
+    match looked {
+        Ok(greeted) => greeted == 0,
+        Err(error) if has_left(&error) => true,
+        Err(error) => matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused),
+    }
 }
 
 /// Turns away those that have connected to `door` and were not looked at: another one takes over.
@@ -157,4 +157,33 @@ fn show(mut stream: &UnixStream, stop: BorrowedFd<'_>, saved_state: &SavedState)
     ensure!(there > 0, "it cannot, and has left");
     ensure!(word == GO, "its reply is unknown");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixListener, thread};
+
+    use super::*;
+
+    #[test]
+    fn who_greets_is_there_and_who_closes_all_is_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("door");
+        assert!(is_gone(&path), "there is no file");
+        let door = UnixListener::bind(&path).unwrap();
+        let greets = thread::spawn(move || {
+            door.accept().unwrap().0.write_all(HELLO).unwrap();
+            door
+        });
+        assert!(!is_gone(&path));
+        // It is killed before it looks at who has connected.
+        let door = greets.join().unwrap();
+        let killed = thread::spawn(move || {
+            let mut fds = [PollFd::new(&door, PollFlags::IN)];
+            poll(&mut fds, None).unwrap();
+        });
+        assert!(is_gone(&path));
+        killed.join().unwrap();
+        assert!(is_gone(&path), "nobody listens at the file");
+    }
 }
