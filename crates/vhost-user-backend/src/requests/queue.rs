@@ -235,8 +235,8 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     /// The index at which the ring goes on; `None` if that is unknown, and matters. Where the guest does not
-    /// move it does not: its driver begins anew, as one does that shuts down, or the record says it, or what
-    /// it waits for is lost in either case.
+    /// move it does not: its driver begins anew, as one does that shuts down, or the record says it. Without a
+    /// record a driver that goes on waits for what is lost, as it does where a back end never uses a buffer.
     pub fn next_avail(&self) -> Option<u32> {
         let closed = self.recorded.as_ref().is_some_and(Recorded::is_closed);
         let unknown = self.log.is_on() && (self.lost || self.at_used && closed);

@@ -67,6 +67,13 @@ impl RingPos {
             None => RingPos { index, wrap: self.wrap },
         }
     }
+
+    fn back(self, by: u16, size: u16) -> RingPos {
+        match self.index.checked_sub(by) {
+            Some(index) => RingPos { index, wrap: self.wrap },
+            None => RingPos { index: self.index + (size - by), wrap: !self.wrap },
+        }
+    }
 }
 
 /// A packed ring's in-flight entries, recorded for the next process.
@@ -280,12 +287,8 @@ impl PackedInflight {
     /// *first* used descriptor, after those of the others.
     pub fn publish(&mut self, show: impl FnOnce()) {
         let old = self.used;
-        for &slot in &self.batch {
-            let Link { last, num, .. } = self.links[usize::from(slot)];
-            self.part.put16(entry(last) + NEXT, self.free_head);
-            self.links[usize::from(last)].next = self.free_head;
-            self.free_head = slot;
-            self.part.put16(FREE_HEAD, slot);
+        for at in 0..self.batch.len() {
+            let num = self.free(self.batch[at]);
             self.used = self.used.advance(num, self.ring);
         }
         Self::put_used(&self.part, self.used, old);
@@ -297,5 +300,26 @@ impl PackedInflight {
         }
         self.part.put16(OLD_FREE_HEAD, self.free_head);
         Self::put_used(&self.part, self.used, self.used);
+    }
+    /// Forgets the buffer of this entry, which was taken last of those that are in flight, and is put
+    /// back into the ring. Only while nothing is completed and not [published](Self::publish).
+    pub fn forget(&mut self, slot: u16) {
+        debug_assert!(self.batch.is_empty());
+        let num = self.free(slot);
+        self.available = self.available.back(num, self.ring);
+        // Before this store the buffer counts as taken.
+        self.part.put16(OLD_FREE_HEAD, self.free_head);
+        self.part.put8(entry(slot) + INFLIGHT, 0);
+        self.links[usize::from(slot)].num = 0;
+    }
+
+    /// Puts a buffer's entries before those that are free; returns how many they are.
+    fn free(&mut self, slot: u16) -> u16 {
+        let Link { last, num, .. } = self.links[usize::from(slot)];
+        self.part.put16(entry(last) + NEXT, self.free_head);
+        self.links[usize::from(last)].next = self.free_head;
+        self.free_head = slot;
+        self.part.put16(FREE_HEAD, slot);
+        num
     }
 }

@@ -172,12 +172,15 @@ fn a_split_part_lies_as_the_protocol_says() {
 enum Step {
     Take(u8),
     Complete(Vec<u8>),
+    /// Puts back the chain that was taken last, unless it is completed.
+    Forget,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         3 => any::<u8>().prop_map(Step::Take),
         1 => prop::collection::vec(any::<u8>(), 1..9).prop_map(Step::Complete),
+        1 => Just(Step::Forget),
     ];
     prop::collection::vec(step, 1..60)
 }
@@ -262,6 +265,16 @@ proptest! {
                             }
                             now
                         });
+                    }
+                    Step::Forget => {
+                        let Some(newest) = held.iter().position(|&at| at + 1 == next) else { continue };
+                        held.swap_remove(newest);
+                        (begun, next) = (next, next - 1);
+                        queue.complete(ring.offered[next]);
+                        queue.publish(|| ring.used_idx);
+                        if alive_now() {
+                            begun = next;
+                        }
                     }
                 }
                 if !alive_now() {
@@ -382,6 +395,16 @@ proptest! {
                                 }
                             }
                         });
+                    }
+                    Step::Forget => {
+                        let Some(newest) = held.iter().position(|&(n, _)| n + 1 == next) else { continue };
+                        let (_, slot) = held.swap_remove(newest);
+                        (begun, next) = (next, next - 1);
+                        queue.forget(slot);
+                        prop_assert_eq!(queue.base() & 0xffff, encode(offered[next].0));
+                        if alive_now() {
+                            begun = next;
+                        }
                     }
                 }
                 if !alive_now() {

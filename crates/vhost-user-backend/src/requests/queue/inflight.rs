@@ -177,23 +177,18 @@ impl Recorded {
         }
     }
 
-    /// Records that a chain was put back into the ring; only while no completed chain is
-    /// unpublished. False if the record cannot express that: the chain must stay taken then.
-    pub(super) fn forget(&mut self, head: u16) -> bool {
+    /// Records that the chain that was taken last was put back into the ring; only while no completed chain
+    /// is unpublished.
+    pub(super) fn forget(&mut self, head: u16, entry: u16) {
         match &mut self.record {
             Some(Record::Split { inflight, used }) => {
                 // As if it had been completed, and nothing published.
                 inflight.complete(head);
                 inflight.publish(|| *used);
-                true
             }
-            _ => false,
+            Some(Record::Packed(inflight)) => inflight.forget(entry),
+            None => {}
         }
-    }
-
-    /// Whether chains that were taken can be put back.
-    pub(super) fn forgets(&self) -> bool {
-        matches!(&self.record, Some(Record::Split { .. }))
     }
 
     /// Publishes completed chains; returns whether the driver wants an interrupt.

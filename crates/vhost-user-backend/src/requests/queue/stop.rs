@@ -159,11 +159,6 @@ impl<S: Serve> RequestQueue<S> {
         let all = (0..self.slots.len() as u16).filter(busy).filter(left);
         let more: Vec<u16> = all.filter(|at| !waiting.contains(at)).collect();
         waiting.extend(more);
-        if self.recorded.as_ref().is_some_and(|recorded| !recorded.forgets()) {
-            // They stay on record.
-            waiting.into_iter().for_each(|at| self.parked.add(at));
-            return;
-        }
         let ordered = self.order.is_some();
         let taken = self.order.iter().flat_map(|order| &order.taken);
         waiting.extend(taken.filter(|&&at| self.slots[usize::from(at)].is_done()));
@@ -176,7 +171,7 @@ impl<S: Serve> RequestQueue<S> {
                 break;
             }
             if let Some(recorded) = &mut self.recorded {
-                recorded.forget(head);
+                recorded.forget(head, slot.entry);
             }
             self.serve.end(&mut slot.request);
             slot.end(&mut self.held);
