@@ -307,7 +307,7 @@ impl<H: Handler> Server<H> {
         if !self.channel.arrive(&mut self.inbox, false, None)? {
             return Ok(false);
         }
-        if self.features & msg::F_ACCESS_PLATFORM != 0 && self.serve_iotlb() {
+        if self.serve_iotlb() {
             self.flush_unless_more()?;
             return Ok(true);
         }

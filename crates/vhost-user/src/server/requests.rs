@@ -331,8 +331,12 @@ impl<H: Handler> Server<H> {
         Ok(self.handler.reset()?)
     }
 
-    /// Reads an IOTLB message, and checks it against the memory (rule D14).
+    /// Reads an IOTLB message, and checks it against the memory (rule D14). Without ACCESS_PLATFORM
+    /// (rule D1) it may be the reply to a miss from before a reset: no reason to hang up either.
     pub(super) fn read_iotlb(&self, message: &IotlbWire) -> Result<Iotlb, HandlerError> {
+        if self.features & msg::F_ACCESS_PLATFORM == 0 {
+            return Err(HandlerError::new("an IOTLB message without ACCESS_PLATFORM"));
+        }
         let message = message.parse()?;
         match message {
             Iotlb::Update { first, last, user_addr, .. } => {
