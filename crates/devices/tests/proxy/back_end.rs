@@ -109,6 +109,8 @@ pub(crate) struct Seen {
     pub(crate) has: Mutex<usize>,
     pub(crate) script: Mutex<Option<Script>>,
     connection: Mutex<Option<Shutdown>>,
+    /// Nobody is to be served any more.
+    pub(crate) over: AtomicBool,
 }
 
 impl Seen {
@@ -161,6 +163,9 @@ pub(crate) fn listen(path: &Path, features: u64, seen: &Arc<Seen>, first: &'stat
             nonsense.reply(streams.next().unwrap().unwrap());
         }
         for stream in streams {
+            if seen.over.load(Ordering::Acquire) {
+                return;
+            }
             let handler = Scripted {
                 features: features | 1 << F_VERSION_1,
                 seen: Arc::clone(&seen),

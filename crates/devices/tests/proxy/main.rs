@@ -3,10 +3,17 @@
 mod back_end;
 mod chains;
 mod guest;
+mod programs;
 #[path = "../common/serving.rs"]
 mod serving;
 
-use std::{path::PathBuf, sync::Arc, thread, time::Instant};
+use std::{
+    os::unix::net::UnixStream,
+    path::PathBuf,
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::Instant,
+};
 
 use back_end::{Nonsense, Script, Seen, listen};
 use guest::{Guest, LONG, MOST_BUFFERS, workers};
@@ -70,6 +77,13 @@ impl Far {
             assert!(begun.elapsed() < LONG, "it gets no chains");
             thread::sleep(std::time::Duration::from_micros(100));
         }
+    }
+}
+
+impl Drop for Far {
+    fn drop(&mut self) {
+        self.seen.over.store(true, Ordering::Release);
+        _ = UnixStream::connect(self.path());
     }
 }
 
