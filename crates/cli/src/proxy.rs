@@ -108,5 +108,8 @@ impl Service for Serving {
     fn figures(&self, page: &mut Page) {
         blk::figures(page, &[(String::new(), &*self.options.figures)]);
         serve::iotlb_figures(page, &self.options.figures.iotlb.totals());
+        let (now, most) = self.connector.pool_bytes();
+        page.one("proxy_pool_bytes", "Bytes of memory that back ends have.", now);
+        page.one("proxy_pool_limit_bytes", "The most that they can have.", most);
     }
 }

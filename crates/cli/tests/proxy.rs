@@ -80,6 +80,10 @@ fn a_proxy_with_nothing_to_do_wakes_up_twice_a_second_at_most() {
         let mut machine = Machine::new(2, translated);
         let connection = machine.connect(&place.path("s"), None);
         machine.writes_and_reads(&connection, 0x40);
+        let text = figures(&place);
+        let [now, most] = ["", "limit_"]
+            .map(|which| figure(&text, &format!("ringfence_proxy_pool_{which}bytes")));
+        assert!(0 < now && now <= most, "{text}");
         // What it still has to do after that.
         thread::sleep(Duration::from_secs(1));
         let process = front.process();
@@ -89,6 +93,8 @@ fn a_proxy_with_nothing_to_do_wakes_up_twice_a_second_at_most() {
         let (waits, seconds) = (process.waits() - before, begun.elapsed().as_secs_f32());
         assert!(waits as f32 <= 2.0 * seconds, "{waits} times in {seconds} s");
         machine.writes_and_reads(&connection, 0x41);
+        drop(connection);
+        ends(front);
     }
 }
 

@@ -155,6 +155,17 @@ impl GuestRam {
             .map_err(MemError::os("fallocate of a hole in guest memory"))
     }
 
+    /// How many bytes of it take memory of the system: pages that were touched and not
+    /// [discarded](Self::discard).
+    ///
+    /// # Errors
+    /// A refusal of the system.
+    pub fn resident(&self) -> Result<u64, MemError> {
+        let stat = fs::fstat(&self.fd).map_err(MemError::os("fstat of guest memory"))?;
+        // In units of 512 bytes, whatever the page size.
+        Ok(stat.st_blocks as u64 * 512)
+    }
+
     /// Maps pages of this memory (`frames`: their offsets, in any order) once more, into one
     /// contiguous span of this process's addresses. It is like an application's buffer, whose pages
     /// lie anywhere in guest-physical memory. Frames that follow each other need only one mapping.
@@ -368,7 +379,7 @@ mod tests {
             ram.slice(page * PAGE_SIZE + 5, 1).unwrap().copy_to(&mut byte);
             byte[0]
         };
-        let pages = || fs::fstat(ram.fd()).unwrap().st_blocks * 512 / PAGE as i64;
+        let pages = || ram.resident().unwrap() / PAGE;
         assert_eq!(pages(), 0);
         ram.slice(0, ram.len()).unwrap().copy_from(&vec![7; ram.len()]);
         assert_eq!(pages(), 8);

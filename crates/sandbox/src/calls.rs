@@ -129,9 +129,14 @@ const FRONT: &[c_long] = &[
     libc::SYS_sendmsg,
 ];
 
-/// Connections of scrapers.
-const FIGURES: &[c_long] =
-    &[libc::SYS_accept4, libc::SYS_getsockopt, libc::SYS_recvfrom, libc::SYS_shutdown];
+/// Connections of scrapers, and how much memory a pool takes.
+const FIGURES: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_fstat,
+    libc::SYS_getsockopt,
+    libc::SYS_recvfrom,
+    libc::SYS_shutdown,
+];
 
 /// An io_uring ring and an eventfd.
 const DISK: &[c_long] = &[libc::SYS_io_uring_enter, libc::SYS_read];

@@ -33,6 +33,13 @@ const RING_BYTES: usize = 64 << 10;
 const OF_RINGS: u64 = 0x3_ffff_ff00_0000;
 /// The protocol features that it can pass on.
 const PASSED: ProtocolFeatures = ProtocolFeatures::CONFIG.union(ProtocolFeatures::RARP);
+/// Some of those that it cannot: what they are, and why.
+const WITHHELD: [(u32, &str); 4] = [
+    (8, "postcopy: the proxy would wait for pages that have not come"),
+    (10, "descriptors of its own, as for DAX windows: the guest would share memory with it"),
+    (11, "doorbells of its own: the guest would write to it directly"),
+    (18, "shared objects: other devices would share memory with it"),
+];
 
 /// Why a back end cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -86,8 +93,9 @@ pub(super) struct BackEnd {
 
 impl BackEnd {
     /// Begins with a back end on a connected socket: at most `queues` rings, each with `pool_size`
-    /// bytes of slots. Returns by what it is heard, too.
+    /// bytes of slots. `name` stands in the log. Returns by what it is heard, too.
     pub(super) fn new(
+        name: &str,
         (stream, channel, theirs): Connected,
         queues: u16,
         pool_size: u64,
@@ -108,7 +116,11 @@ impl BackEnd {
             | ProtocolFeatures::MQ
             | ProtocolFeatures::RESET_DEVICE
             | ProtocolFeatures::BACKEND_REQ;
-        let protocol = link.protocol_features()? & wanted;
+        let can = link.protocol_features()?;
+        let protocol = can & wanted;
+        for (_, what) in WITHHELD.iter().filter(|(bit, _)| can.bits() & 1 << bit != 0) {
+            tracing::info!(source = name, "the back end offers and the guest does not get {what}");
+        }
         link.set_protocol_features(protocol)?;
         // Without MQ it does not say. A network, a disk and the like have no more.
         let many = protocol.contains(ProtocolFeatures::MQ);
@@ -138,6 +150,11 @@ impl BackEnd {
             is_set_up,
         };
         Ok((back, heard))
+    }
+
+    /// All memory that it can have.
+    pub(super) fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
     }
 
     /// What its kind of device offers.

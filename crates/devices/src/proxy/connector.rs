@@ -9,13 +9,15 @@ use std::{
     },
     path::PathBuf,
     sync::{
-        Arc,
+        Arc, Weak,
         mpsc::{self, Receiver, Sender},
     },
     thread,
     time::Duration,
 };
 
+use parking_lot::Mutex;
+use ringfence_mem::GuestRam;
 use ringfence_run::{PeerFd, event};
 use ringfence_vhost_user::{
     BackendChannel, BackendMessage, BackendRequest, FrontendChannel, HandlerError, Shutdown,
@@ -37,6 +39,8 @@ const AT_MOST_ONE_IN: Duration = Duration::from_millis(1);
 pub struct Connector {
     orders: Sender<Order>,
     bell: Arc<OwnedFd>,
+    /// The memory of each connection's back end.
+    pools: Mutex<Vec<Weak<GuestRam>>>,
 }
 
 /// What a connection to a back end begins with: its socket, the proxy's end of the back end's
@@ -88,7 +92,23 @@ impl Connector {
             ringfence_sandbox::confine(ringfence_sandbox::Role::Connector);
             ear.run(&received, rung.as_fd());
         })?;
-        Ok(Connector { orders, bell })
+        Ok(Connector { orders, bell, pools: Mutex::default() })
+    }
+
+    /// How many bytes of memory back ends have now, and how many they can have at most, by what is
+    /// connected.
+    pub fn pool_bytes(&self) -> (u64, u64) {
+        let pools: Vec<Arc<GuestRam>> =
+            self.pools.lock().iter().filter_map(Weak::upgrade).collect();
+        let sum = |of: fn(&Arc<GuestRam>) -> u64| pools.iter().map(of).sum();
+        (sum(|pool| pool.resident().unwrap_or(0)), sum(|pool| pool.len() as u64))
+    }
+
+    /// Counts this memory among that of back ends, while it is there.
+    pub(super) fn counts(&self, pool: &Arc<GuestRam>) {
+        let mut pools = self.pools.lock();
+        pools.retain(|pool| pool.strong_count() > 0);
+        pools.push(Arc::downgrade(pool));
     }
 
     fn order(&self, order: Order) {

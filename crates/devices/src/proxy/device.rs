@@ -38,8 +38,10 @@ impl Proxy {
         workers: Arc<[Worker]>,
     ) -> Result<Backend<Proxy>, HandlerError> {
         let connected = connector.connect()?;
-        let (back, heard) = BackEnd::new(connected, options.queues, options.pool_size)?;
+        let ProxyOptions { queues, pool_size, .. } = options;
+        let (back, heard) = BackEnd::new(&options.name, connected, queues, pool_size)?;
         connector.hear(heard);
+        connector.counts(back.ram());
         let addresses = options.iotlb.map_or(Addresses::Physical, Addresses::Iotlb);
         let (name, figures) = (Arc::clone(&options.name), Arc::clone(&options.figures));
         let rings = RequestRings::new(name, workers, options.unit, figures);
