@@ -12,7 +12,8 @@ use std::{
 };
 
 use crate::{
-    common::LIMIT,
+    common::{LIMIT, Place},
+    fuse::Fuse,
     guest::{BASE, PLATFORM, Session},
     honest::Device,
     service::{Service, Target},
@@ -114,10 +115,12 @@ fn services_are_killed(times: u64) {
             left = left.saturating_sub(load.take().len() as u64);
             assert!(begun.elapsed() < LIMIT, "it stands still after {time} kills");
         }
-        // At any point of what is under way.
+        // At any point of what is under way: nothing comes between that and the kill.
+        line.fronts_settle();
         (0..when.below(20)).for_each(|_| load.begin_next());
         (0..when.below(2000)).for_each(|_| std::hint::spin_loop());
-        line.killed_at_work(|| {
+        line.kill();
+        line.follow(|| {
             load.take();
             load.check(&image);
         });
@@ -146,6 +149,49 @@ fn a_service_that_is_killed_at_work_loses_nothing_and_repeats_nothing() {
 #[ignore = "long"]
 fn a_service_that_is_killed_a_thousand_times() {
     services_are_killed(MANY);
+}
+
+/// A local disk completes requests in their order, mostly: what is left then is the end of the ring, which the used
+/// index alone tells. Here one is left from before others that are completed, and whose descriptors are used again.
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn a_request_that_a_killed_service_left_behind_others_is_completed_once_by_the_next() {
+    let place = Place::new();
+    let fuse = Fuse::mount(&place.path("fuse"), 4 << 20);
+    let image = place.path("fuse/image");
+    let blk = ["blk", "--socket", "disk", "--image", image.to_str().unwrap()];
+    let mut line = Line::start(&blk, End::Killed);
+    let session = Session::open_at(BASE, &line.path("disk"), FLUSH);
+    let mut writer = Writer::start_recorded(session);
+    for (time, kind) in [Kind::Read, Kind::Write].into_iter().cycle().take(6).enumerate() {
+        let number = time as u64;
+        // Far enough from what was read before and read ahead.
+        let sector = FIRST - 512 * (number + 1);
+        let left = Request { kind, sector, count: LONGEST, number };
+        let at = sector as usize * SECTOR;
+        fuse.hold_bytes(at..at + LONGEST as usize * SECTOR);
+        writer.submit(left);
+        fuse.await_held(1);
+        // While a write is under way Linux begins no other to the same file of FUSE.
+        let other = if kind == Kind::Read { Kind::Write } else { Kind::Read };
+        let other = Request { kind: other, sector: FIRST, count: LONGEST, number };
+        for _ in 0..20 {
+            writer.submit(other);
+            assert_eq!(writer.wait(), (other, OK));
+        }
+        line.fronts_settle();
+        line.kill();
+        fuse.hold(false);
+        line.follow(|| assert!(writer.take().is_none(), "{left:?} was not done"));
+        assert_eq!(writer.wait(), (left, OK));
+        if kind == Kind::Write {
+            assert_eq!(writer.one(Kind::Read, sector, LONGEST, 0), OK);
+            assert!(writer.words.iter().zip(left.sectors()).all(|(&w, s)| w == word(s, number)));
+        }
+    }
+    // No other request is completed after that.
+    assert!(writer.session.stop(0).is_some());
+    assert!(writer.take().is_none());
 }
 
 /// Names the folder of the service to a driver that is a process of its own, which is to be killed.

@@ -102,11 +102,18 @@ impl Line {
         }
     }
 
-    /// Kills the process whatever it does for drivers; only those of its threads that reply to front ends come
-    /// to rest before. Between the end and the next process there is `meanwhile`.
-    pub(crate) fn killed_at_work(&mut self, meanwhile: impl FnOnce()) {
+    /// Waits until those threads of the process are at rest that reply to front ends.
+    pub(crate) fn fronts_settle(&self) {
         self.threads_settle(|name| name == "front");
+    }
+
+    /// Kills the process whatever it does for drivers. The kernel may keep it until a disk completes requests.
+    pub(crate) fn kill(&mut self) {
         self.now.kill().unwrap();
+    }
+
+    /// Starts the next process once the killed one is gone; between the two there is `meanwhile`.
+    pub(crate) fn follow(&mut self, meanwhile: impl FnOnce()) {
         self.now.wait().unwrap();
         meanwhile();
         self.now = Line::process(&self.place, &self.manager, &self.arguments, self.end);
