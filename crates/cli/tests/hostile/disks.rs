@@ -2,7 +2,7 @@
 //! takes root.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     os::fd::AsFd as _,
     time::{Duration, Instant},
 };
@@ -14,13 +14,14 @@ use rustix::{
 
 use crate::{
     common::{LIMIT, Place},
-    fuse::{Fault, Fuse, Kind},
+    fuse::{self, Fault, Fuse},
     guest::{BASE, Desc, LOG_ALL, RING, SIZE, Session, WRITE},
     honest::{Device, DiskDriver},
     idle::takes_no_time,
     iommu::{attach, map, request, status, submit, unmap},
     service::Service,
     wire::{in_flight, request::*, state, words},
+    writer::{Kind, LONGEST, Request, SECTOR, Writer},
 };
 
 /// Request types of a disk, by their numbers.
@@ -40,10 +41,11 @@ fn hanging_with(device: Device, options: &str) -> (Service, Fuse) {
 }
 
 /// The image is locked only while a driver uses it.
-fn handing_over() -> (Service, Fuse) {
+fn handing_over(more: &[&str]) -> (Service, Fuse) {
     let place = Place::new();
     let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
-    (Service::with_more(place, Device::Disk, "fuse/image", &["--share-image"]), fuse)
+    let more = [&["--share-image"], more].concat();
+    (Service::with_more(place, Device::Disk, "fuse/image", &more), fuse)
 }
 
 fn lock(image: &File) -> Result<(), Errno> {
@@ -106,9 +108,16 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
         let begun = Instant::now();
         service.ends_or_names("fuse/image");
         assert!(begun.elapsed() < Duration::from_secs(15), "{name}: {:?}", begun.elapsed());
+        // A process that has ended has no command line, whatever the kernel still holds of it.
+        let line = format!("/proc/{}/cmdline", service.process().id);
+        while fs::read(&line).is_ok_and(|line| !line.is_empty()) {
+            assert!(begun.elapsed() < LIMIT, "{name}: it waits for the disk");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         fuse.hold(false);
         // Not in order: the request that the kernel holds was not completed.
-        service.ended_with(1);
+        let log = service.ended_with(1);
+        assert!(!log.contains("giving up"), "{name}: it waited for the disk: {log}");
     }
 }
 
@@ -116,7 +125,7 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_that_cannot_be_handed_over_delays_no_other() {
     for ends in [false, true] {
-        let (mut service, fuse) = handing_over();
+        let (mut service, fuse) = handing_over(&[]);
         let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
         driver.writes_and_reads(FAR, 1);
         fuse.hold(true);
@@ -143,9 +152,15 @@ fn an_image_that_cannot_be_handed_over_delays_no_other() {
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_is_handed_over_once_its_disk_completes() {
-    let (service, fuse) = handing_over();
+    // While such a write is under way Linux flushes the file all the same: the flush does not wait in its place.
+    let (service, fuse) = handing_over(&["--direct"]);
     let other = fuse.open();
-    drop(stuck(&service, &fuse, Device::Disk, 1, 0));
+    let mut writer = Writer::start(Session::open_at(BASE, &service.path("hostile"), 0));
+    let at = FAR as usize * SECTOR;
+    fuse.hold_bytes(at..at + LONGEST as usize * SECTOR);
+    writer.submit(Request { kind: Kind::Write, sector: FAR, count: LONGEST, number: 1 });
+    fuse.await_held(1);
+    drop(writer);
     // For as long as the last driver's write could still change it.
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(lock(&other), Err(Errno::AGAIN), "the disk has a write still");
@@ -162,10 +177,10 @@ fn an_image_is_handed_over_once_its_disk_completes() {
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_that_has_lost_writes_is_not_handed_over() {
-    let (service, fuse) = handing_over();
+    let (service, fuse) = handing_over(&[]);
     let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
     driver.writes_and_reads(FAR, 1);
-    fuse.fault(Kind::Flush, Fault::Fails(Errno::IO));
+    fuse.fault(fuse::Kind::Flush, Fault::Fails(Errno::IO));
     assert!(driver.session.stop(0).is_some());
     drop(driver);
     // The kernel reports the error once. The next front end comes after all that the last one left.
