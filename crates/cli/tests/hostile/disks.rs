@@ -21,7 +21,7 @@ use crate::{
     iommu::{attach, map, request, status, submit, unmap},
     service::Service,
     wire::{in_flight, request::*, state, words},
-    writer::{Kind, LONGEST, Request, SECTOR, Writer},
+    writer::{ERROR, FLUSH, Kind, LONGEST, OK, Request, SECTOR, Writer},
 };
 
 /// Request types of a disk, by their numbers.
@@ -177,18 +177,26 @@ fn an_image_is_handed_over_once_its_disk_completes() {
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_that_has_lost_writes_is_not_handed_over() {
-    let (service, fuse) = handing_over(&[]);
-    let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
-    driver.writes_and_reads(FAR, 1);
-    fuse.fault(fuse::Kind::Flush, Fault::Fails(Errno::IO));
-    assert!(driver.session.stop(0).is_some());
-    drop(driver);
-    // The kernel reports the error once. The next front end comes after all that the last one left.
-    drop(service.target().open(0));
-    let other = fuse.open();
-    assert_eq!(lock(&other), Err(Errno::AGAIN), "the image was let go of");
-    drop(other);
-    service.end();
+    // The kernel reports the error once: to the driver, or to who releases the image.
+    for to_driver in [true, false] {
+        let (service, fuse) = handing_over(&[]);
+        let session = Session::open_at(BASE, &service.path("hostile"), FLUSH);
+        let mut driver = Writer::start(session);
+        assert_eq!(driver.one(Kind::Write, FAR, LONGEST, 1), OK);
+        fuse.fault(fuse::Kind::Flush, Fault::Fails(Errno::IO));
+        if to_driver {
+            assert_eq!(driver.one(Kind::Flush, 0, 0, 0), ERROR);
+        }
+        assert!(driver.session.stop(0).is_some());
+        drop(driver);
+        assert_eq!(fuse.heal(), 0);
+        // The next front end comes after all that the last one left.
+        drop(service.target().open(0));
+        let other = fuse.open();
+        assert_eq!(lock(&other), Err(Errno::AGAIN), "the image was let go of");
+        drop(other);
+        service.end();
+    }
 }
 
 #[test]

@@ -81,21 +81,11 @@ fn an_error_of_the_disk_is_one_of_the_request_and_of_no_other() {
     const TIMES: usize = 8;
     for way in WAYS {
         let (mut service, fuse) = disk(way);
-        for (features, of_disk, kind) in [
-            (FLUSH, fuse::Kind::Read, Kind::Read),
-            (FLUSH, fuse::Kind::Write, Kind::Write),
-            (FLUSH, fuse::Kind::Flush, Kind::Flush),
-            // Without flushes a write is durable when it completes.
-            (0, fuse::Kind::Flush, Kind::Write),
-        ] {
+        for (of_disk, kind) in [(fuse::Kind::Read, Kind::Read), (fuse::Kind::Write, Kind::Write)] {
             for (errno, sector) in [(Errno::IO, FAR), (Errno::NOSPC, FAR + 1024)] {
-                let name = format!("{way}, {of_disk:?}, {kind:?}, {errno:?}");
-                let session = session(&service, features);
+                let name = format!("{way}, {kind:?}, {errno:?}");
+                let session = session(&service, FLUSH);
                 let mut writer = Writer::of(&session, 0);
-                if kind == Kind::Flush {
-                    // There must be something to flush.
-                    assert_eq!(writer.one(Kind::Write, sector, LONGEST, 1), OK, "{name}");
-                }
                 (0..TIMES).for_each(|_| fuse.fault(of_disk, Fault::Fails(errno)));
                 assert_eq!(writer.one(kind, sector, LONGEST, 2), ERROR, "{name}");
                 assert!(fuse.heal() < TIMES, "{name}: nothing went wrong");
@@ -108,6 +98,36 @@ fn an_error_of_the_disk_is_one_of_the_request_and_of_no_other() {
         }
         service.attack("a disk with errors", |_| {});
         service.end();
+    }
+}
+
+/// Linux reports only once that what was written did not reach the disk, and takes it for written from then on
+/// (fsync(2)). A flush that succeeds later would say that all writes completed before it are stable (virtio 1.2,
+/// 5.2.6.2), and they are not.
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn once_a_flush_has_failed_none_succeeds() {
+    for way in WAYS {
+        // A driver that knows no flushes: each of its writes is to be stable when it completes.
+        for (features, kind) in [(FLUSH, Kind::Flush), (0, Kind::Write)] {
+            let (service, fuse) = disk(way);
+            let first = session(&service, features);
+            let mut rings = [0, 1].map(|index| Writer::of(&first, index));
+            assert_eq!(rings[1].one(Kind::Write, FAR, LONGEST, 1), OK, "{way}");
+            fuse.fault(fuse::Kind::Flush, Fault::Fails(Errno::IO));
+            assert_eq!(rings[0].one(kind, FAR + 1024, LONGEST, 2), ERROR, "{way}");
+            assert_eq!(fuse.heal(), 0, "{way}: nothing went wrong");
+            let fails = |writer: &mut Writer| {
+                assert_eq!(writer.one(kind, FAR + 1024, LONGEST, 3), ERROR, "{way}");
+                assert_eq!(writer.one(Kind::Read, FAR, LONGEST, 0), OK, "{way}");
+                assert_eq!(writer.words, words(FAR, 1), "{way}");
+            };
+            rings.iter_mut().for_each(fails);
+            drop((rings, first));
+            fails(&mut Writer::of(&session(&service, features), 0));
+            service.neighbour_goes_on(way);
+            service.end();
+        }
     }
 }
 

@@ -37,6 +37,9 @@ pub enum FileOp {
     },
 }
 
+/// Marks the tokens of flushes.
+const FLUSH: u64 = 1 << 63;
+
 /// One worker's way to a file: an io_uring of its own.
 ///
 /// Requests are queued with [`submit`](Self::submit), handed to the kernel together by
@@ -90,7 +93,7 @@ impl FileIo {
         self.in_flight
     }
 
-    /// Queues a request; false if `depth` are under way already.
+    /// Queues a request; false if `depth` are under way already. `token` is less than 2^63.
     ///
     /// # Safety
     /// `pieces` and the memory they name stay valid, and are not borrowed by Rust code, until the
@@ -124,6 +127,7 @@ impl FileIo {
                 opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build()
             }
         };
+        let token = if op == FileOp::Flush { token | FLUSH } else { token };
         // SAFETY: the caller vouches for the memory until the completion.
         let queued = unsafe { self.ring.submission().push(&entry.user_data(token)) }.is_ok();
         self.in_flight += u32::from(queued);
@@ -178,14 +182,17 @@ impl FileIo {
         self.refused
     }
 
-    /// Calls `each` with the token and result (bytes moved) of every completed request.
+    /// Calls `each` with the token and result (bytes moved) of every completed request. Once a flush of the
+    /// image has failed, all later ones fail.
     pub fn reap(&mut self, mut each: impl FnMut(u64, io::Result<u32>)) {
         let mut reaped = 0;
         for entry in self.ring.completion() {
             reaped += 1;
             let result = u32::try_from(entry.result())
                 .map_err(|_| io::Error::from_raw_os_error(-entry.result()));
-            each(entry.user_data(), result);
+            let token = entry.user_data();
+            let flushes = token & FLUSH != 0;
+            each(token & !FLUSH, if flushes { self.image.flushed(result) } else { result });
         }
         self.in_flight -= reaped;
     }

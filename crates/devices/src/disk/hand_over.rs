@@ -1,6 +1,16 @@
 //! An image that is locked only while a driver uses it, so that a guest can move to another process.
 
-use std::{fmt, fs::File, io, sync::Arc, thread, time::Duration};
+use std::{
+    fmt,
+    fs::File,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::fdatasync;
@@ -25,6 +35,7 @@ pub(super) struct HandOver {
 
 struct Shared {
     options: ImageOptions,
+    lost: Arc<AtomicBool>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -47,8 +58,6 @@ struct State {
     has_worker: bool,
     /// It is past the point of no return.
     releases: bool,
-    /// What was written may never reach the disk: the kernel reports such an error only once.
-    lost: bool,
     /// The number of the last call of `set`.
     change: u64,
     /// Whether its caller waits for the outcome.
@@ -58,9 +67,15 @@ struct State {
 }
 
 impl HandOver {
-    pub(super) fn new(file: &File, options: ImageOptions) -> io::Result<HandOver> {
+    /// `lost`: what was written may never reach the disk. The kernel reports such an error only once, here or to a
+    /// driver's flush.
+    pub(super) fn new(
+        file: &File,
+        options: ImageOptions,
+        lost: Arc<AtomicBool>,
+    ) -> io::Result<HandOver> {
         let (state, changed) = (Mutex::default(), Condvar::new());
-        let shared = Arc::new(Shared { options, state, changed });
+        let shared = Arc::new(Shared { options, lost, state, changed });
         Ok(HandOver { file: Arc::new(file.try_clone()?), shared })
     }
 
@@ -162,13 +177,13 @@ impl Shared {
             }
             self.changed.wait_for(&mut state, LOOK);
         }
-        if self.state.lock().lost {
+        if self.lost.load(Ordering::Relaxed) {
             return Err(ImageError::Lost);
         }
         if !self.options.read_only
             && let Err(error) = fdatasync(file)
         {
-            self.state.lock().lost = true;
+            self.lost.store(true, Ordering::Relaxed);
             return Err(io::Error::from(error).into());
         }
         {
@@ -185,7 +200,7 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+    use std::sync::atomic::AtomicU32;
 
     use super::*;
     use crate::disk::Image;

@@ -8,7 +8,10 @@ use std::{
         unix::fs::FileTypeExt,
     },
     path::Path,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use parking_lot::Mutex;
@@ -42,6 +45,8 @@ pub struct Image {
     /// Whether it is a file that could be made shorter and grow again.
     shrinks: bool,
     holes: Holes,
+    /// Whether a flush has failed: what was written before may never reach the disk.
+    lost: Arc<AtomicBool>,
     /// Of an image that is handed over.
     hand_over: Option<HandOver>,
     /// Whether it may hang: its data goes through [`Buffers`](super::Buffers) then, and its
@@ -87,6 +92,7 @@ impl Image {
             len,
             shrinks: false,
             holes: Holes::NONE,
+            lost: Arc::default(),
             hand_over: None,
             own_buffers: false,
             writes_through: origin::writes_through(&file),
@@ -145,8 +151,9 @@ impl Image {
         // I/O of a dead process that the kernel still has keeps its open file description, and so
         // its locks: direct I/O, if there is any. I/O through the page cache ends with the process.
         let locked = direct.as_ref().map_or(&file, |direct| &direct.file);
+        let lost = Arc::default();
         let hand_over = match options.hand_over {
-            true => Some(HandOver::new(locked, options)?),
+            true => Some(HandOver::new(locked, options, Arc::clone(&lost))?),
             false => {
                 wait_for_lock(locked, options)?;
                 None
@@ -160,7 +167,7 @@ impl Image {
         }
         let holes = if options.read_only { Holes::NONE } else { Holes::of(&file, bytes) };
         let (shrinks, plain) = (kind.is_file(), Image::new(file.into(), len));
-        Ok(Image { direct, shrinks, holes, hand_over, own_buffers, ..plain })
+        Ok(Image { direct, shrinks, holes, lost, hand_over, own_buffers, ..plain })
     }
 
     /// A driver is about to use an image that is handed over: locks it until
@@ -204,6 +211,21 @@ impl Image {
     /// completes. Else a flush must follow it.
     pub fn writes_through(&self) -> bool {
         self.writes_through
+    }
+
+    /// How a flush ends for the driver that the kernel has ended like this. Once one has failed, all others
+    /// do: the kernel reports only once that what was written did not reach the disk, and takes it for written from
+    /// then on (fsync(2)). One that succeeds after that does not make completed writes stable (virtio 1.2, 5.2.6.2).
+    pub(super) fn flushed(&self, result: io::Result<u32>) -> io::Result<u32> {
+        if let Err(error) = &result
+            && !self.lost.swap(true, Ordering::Relaxed)
+        {
+            tracing::error!("a flush has failed: {error}");
+        }
+        match self.lost.load(Ordering::Relaxed) {
+            true => result.and(Err(io::Error::other(ImageError::Lost))),
+            false => result,
+        }
     }
 
     /// What hands its requests over, if it may hang.
