@@ -11,11 +11,13 @@ use crate::{
     guest::{BASE, PLATFORM, Session},
     honest::Device,
     service::Service,
-    writer::{ERROR, FLUSH, Kind, LONGEST, OK, Request, SECTOR, UNSUPPORTED, Writer, word},
+    writer::{ERROR, FLUSH, Kind, LONGEST, OK, Request, SECTOR, SLOTS, UNSUPPORTED, Writer, word},
 };
 
 /// A sector far from others: nothing that is read ahead reaches it.
 const FAR: u64 = 16384;
+/// How often a read goes wrong: Linux may read again what it has not read ahead.
+const TIMES: usize = 8;
 /// How the disk is used: options of `guard`.
 const WAYS: [&str; 3] = [",disk-buffers=own", ",disk-buffers=guest", ",direct"];
 
@@ -55,7 +57,7 @@ fn a_request_that_hangs_holds_up_no_other_of_its_disk() {
             let hung = Request { kind, sector: FAR, count: LONGEST, number: 1 };
             rings[0].submit(hung);
             fuse.await_held(1);
-            for (ring, at) in rings.iter_mut().zip([0, 256]) {
+            for (ring, at) in rings.iter_mut().zip([512, 1024]) {
                 // While a write is under way Linux begins no other to the same file of FUSE, and flushes nothing.
                 let number = 7;
                 if kind == Kind::Read {
@@ -63,7 +65,8 @@ fn a_request_that_hangs_holds_up_no_other_of_its_disk() {
                     assert_eq!(ring.one(Kind::Flush, 0, 0, 0), OK);
                 }
                 assert_eq!(ring.one(Kind::Read, at, LONGEST, 0), OK);
-                assert!(kind == Kind::Write || ring.words == words(at, number));
+                let there = if kind == Kind::Read { words(at, number) } else { vec![0; 8] };
+                assert_eq!(ring.words, there, "{way}");
             }
             service.neighbour_goes_on(way);
             fuse.hold(false);
@@ -74,11 +77,35 @@ fn a_request_that_hangs_holds_up_no_other_of_its_disk() {
     }
 }
 
+/// Linux has a limited number of threads for the requests of one thread that may have to wait (io_uring): at most 4
+/// for each processor. A disk that hangs with as many leaves those of others alone.
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn requests_that_hang_leave_other_disks_the_threads_of_linux() {
+    let (service, fuse) = disk(WAYS[0]);
+    let session = session(&service, FLUSH);
+    let mut rings = [0, 1].map(|index| Writer::of(&session, index));
+    fuse.hold(true);
+    for (number, ring) in (0..2 * SLOTS as u64).map(|n| (n, n as usize % 2)) {
+        let sector = FAR + 1024 * number;
+        rings[ring].submit(Request { kind: Kind::Read, sector, count: LONGEST, number });
+    }
+    let threads = 4 * std::thread::available_parallelism().unwrap().get();
+    fuse.await_held(threads.min(2 * SLOTS));
+    service.neighbour_goes_on("requests that hang");
+    fuse.hold(false);
+    for ring in &mut rings {
+        (0..SLOTS).for_each(|_| assert_eq!(ring.wait().1, OK));
+    }
+    drop((rings, session));
+    service.end();
+}
+
+/// Virtio 1.2, 5.2.6: a request that meets an error of the device ends with IOERR; what it leaves of its own sectors is
+/// open until they are written again.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_error_of_the_disk_is_one_of_the_request_and_of_no_other() {
-    // Linux may read again what it has not read ahead.
-    const TIMES: usize = 8;
     for way in WAYS {
         let (mut service, fuse) = disk(way);
         for (of_disk, kind) in [(fuse::Kind::Read, Kind::Read), (fuse::Kind::Write, Kind::Write)] {
@@ -131,7 +158,9 @@ fn once_a_flush_has_failed_none_succeeds() {
     }
 }
 
-/// A device of blocks may turn out to know no request for zeroes. Its driver writes them then.
+/// Virtio 1.2, 5.2.6: UNSUPP is the status of a request that the device does not support, as EOPNOTSUPP is fallocate(2)'s
+/// of a file that has no such ranges, and nothing was done then: a device of blocks may turn out to know no request for
+/// zeroes, and its driver writes them itself. All other errors are IOERR.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn a_disk_that_zeroes_no_range_after_all_says_that_it_is_not_supported() {
@@ -144,7 +173,7 @@ fn a_disk_that_zeroes_no_range_after_all_says_that_it_is_not_supported() {
             fuse.fault(fuse::Kind::Zero, Fault::Fails(errno));
             assert_eq!(writer.one(Kind::Zero, FAR, LONGEST, 0), status, "{way}");
             assert_eq!(fuse.heal(), 0, "{way}: nothing went wrong");
-            assert_eq!(there(&fuse, FAR), words(FAR, 1), "{way}");
+            assert!(status == ERROR || there(&fuse, FAR) == words(FAR, 1), "{way}");
         }
         assert_eq!(writer.one(Kind::Zero, FAR, LONGEST, 0), OK, "{way}");
         assert_eq!(there(&fuse, FAR), vec![0; LONGEST as usize], "{way}");
@@ -153,6 +182,8 @@ fn a_disk_that_zeroes_no_range_after_all_says_that_it_is_not_supported() {
     }
 }
 
+/// POSIX: a read or write that moves less than it was to is no error, and the rest can be asked for; a read that moves
+/// nothing has met the end of the file. Virtio 1.2, 5.2.6: OK says that all was moved.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn what_the_disk_moves_in_part_is_moved_whole_or_is_an_error() {
@@ -165,28 +196,31 @@ fn what_the_disk_moves_in_part_is_moved_whole_or_is_an_error() {
             fuse.fault(fuse::Kind::Write, Fault::Short(short));
             let status = writer.one(Kind::Write, sector, LONGEST, number);
             assert_eq!(fuse.heal(), 0, "{way}");
-            if way == ",direct" {
-                // Linux makes an error of it.
-                assert_eq!(status, ERROR);
-                assert_eq!(writer.one(Kind::Write, sector, LONGEST, number), OK);
+            if way == ",direct" && status == ERROR {
+                // Past its cache Linux may say EIO of what FUSE wrote in part, and not how much that was.
+                assert_eq!(writer.one(Kind::Write, sector, LONGEST, number), OK, "{way}");
+            } else {
+                assert_eq!(status, OK, "{way}");
             }
-            assert!(status == OK || way == ",direct", "{way}");
             assert_eq!(there(&fuse, sector), words(sector, number), "{way}");
         }
-        if way == ",direct" {
-            // Linux itself decides what becomes of less in its page cache.
-            assert_eq!(writer.one(Kind::Write, FAR, LONGEST, 4), OK);
-            fuse.fault(fuse::Kind::Read, Fault::Short(SECTOR));
-            let status = writer.one(Kind::Read, FAR, LONGEST, 0);
-            assert_eq!(fuse.heal(), 0, "{way}");
-            assert!(status == ERROR || writer.words == words(FAR, 4), "{:x?}", writer.words);
-        }
+        // To Linux's cache a short reply of FUSE is the end of the file, which stays as short.
+        let sector = FAR + 8192;
+        let word_bytes = |word: &u64| word.to_le_bytes().repeat(SECTOR / 8);
+        let data: Vec<u8> = words(sector, 4).iter().flat_map(word_bytes).collect();
+        fuse.put(bytes(sector).start, &data);
+        (0..TIMES).for_each(|_| fuse.fault(fuse::Kind::Read, Fault::Short(SECTOR)));
+        let status = writer.one(Kind::Read, sector, LONGEST, 0);
+        assert!(fuse.heal() < TIMES, "{way}: nothing was short");
+        assert!(status == ERROR || writer.words == words(sector, 4), "{way}: {:x?}", writer.words);
         service.neighbour_goes_on(way);
         drop((writer, session));
         service.end();
     }
 }
 
+/// What is not read or written ends with IOERR (virtio 1.2, 5.2.6), and so does a flush, which would say that completed
+/// writes are stable: nobody can tell any more.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn a_disk_that_disappears_fails_its_requests_and_ends_no_service() {

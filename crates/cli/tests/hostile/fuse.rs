@@ -222,6 +222,11 @@ impl Fuse {
         self.shared.state.lock().unwrap().data[place].to_vec()
     }
 
+    /// Puts bytes into its file, past the kernel.
+    pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
+        self.shared.state.lock().unwrap().put(at, bytes);
+    }
+
     /// From the next opening of the file on the kernel caches nothing of it.
     pub(crate) fn bypass_the_cache(&self) {
         self.shared.state.lock().unwrap().bypasses = true;

@@ -13,7 +13,7 @@ pub(crate) const SECTOR: usize = 512;
 /// The longest request, in sectors.
 pub(crate) const LONGEST: u64 = 8;
 /// How many requests may be under way.
-const SLOTS: usize = 16;
+pub(crate) const SLOTS: usize = 16;
 /// Where a slot keeps its status and its data.
 const STATUS: u64 = 64;
 const BYTES: u64 = 4096;
