@@ -171,7 +171,10 @@ const STEPS: &[Step] = &[
     long("fuzz for a minute each", 700, |_| {
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1, noted: false })
     }),
-    long("a build that invalidates nothing", 150, |run| run.ignored(COMMAND, "mutant", &[])),
+    long("a build that invalidates nothing", 150, |run| {
+        run.ignored(COMMAND, "mutant", &["invalidat"])
+    }),
+    long("defects that tests of disks find", 200, defects),
     long("documentation: the book", 130, |_| book::make()),
     long("no memory is overcommitted", 600, not_overcommitted),
     long("packages", 600, |_| published()),
@@ -421,22 +424,37 @@ fn not_overcommitted(run: &Run) -> Result<()> {
     result
 }
 
+/// Why tests whose disks are files of a file system of their own cannot run.
+fn lacks_fuse() -> Option<&'static str> {
+    if !packages::is_root() {
+        Some("mounting a file system takes root")
+    } else if !Path::new("/dev/fuse").exists() {
+        Some("there is no /dev/fuse: as root, modprobe fuse")
+    } else {
+        None
+    }
+}
+
+/// A command with defects, each of which tests of disks that go wrong find.
+fn defects(run: &Run) -> Result<()> {
+    match lacks_fuse() {
+        Some(why) => Err(NotRun(why.to_owned()).into()),
+        None => run.ignored(COMMAND, "mutant", &["defect"]),
+    }
+}
+
 /// The command's tests, and beside them, as they wait most of their time, those whose disks are files
 /// of a file system of the test's own.
 fn end_to_end(run: &Run) -> Result<()> {
     let programs = run.suite()?.tests.iter().filter(|program| program.package == COMMAND);
     let mut programs: Vec<Program> = programs.cloned().collect();
-    let lacking = if !packages::is_root() {
-        Some("mounting a file system takes root")
-    } else if !Path::new("/dev/fuse").exists() {
-        Some("there is no /dev/fuse: as root, modprobe fuse")
-    } else {
+    let lacking = lacks_fuse();
+    if lacking.is_none() {
         // Figures take a machine to themselves; the others are steps.
         let others = ["figures::", "systemd::", "a_thousand_times", "a_pause_with"];
         let skipped: Vec<&str> = others.iter().flat_map(|name| ["--skip", *name]).collect();
         programs.insert(0, run.program(COMMAND, "hostile")?.ignored(&skipped));
-        None
-    };
+    }
     run.run(&programs, &[])?;
     match lacking {
         Some(why) => Err(NotRun(format!("disks that hang: {why}; all others ran")).into()),
