@@ -354,7 +354,13 @@ fn published() -> Result<()> {
     // Without a name cargo packages what it likes.
     ensure!(!names.is_empty(), "no package is published");
     let arguments = [&["package", "--offline", "--quiet"], &*names].concat();
-    cargo(&arguments, &[])
+    // From nothing: cargo takes a package of a version for the same as one that it has built before.
+    let target = root().join("target/packages");
+    if target.exists() {
+        std::fs::remove_dir_all(&target)?;
+    }
+    let target = target.to_str().context("the path of the workspace is not UTF-8")?;
+    cargo(&arguments, &[("CARGO_TARGET_DIR", target)])
 }
 
 /// The pages of the published crates as docs.rs builds them: by a nightly compiler, with the features

@@ -155,9 +155,12 @@ pub(super) fn interval(figures: &Figures) -> Interval {
     Estimate::of(&figures.iter().flatten().copied().collect::<Vec<_>>()).into()
 }
 
-/// The rounds' ratios; a round that one side does not have is left out.
+/// The rounds' ratios; a round that one side does not have, or in which the base did nothing, is left out.
 pub(super) fn ratio(own: &Figures, base: &Figures) -> Interval {
-    interval(&own.iter().zip(base).map(|(own, base)| Some((*own)? / (*base)?)).collect())
+    let of = |(own, base): (&Option<f64>, &Option<f64>)| {
+        (*base).filter(|base| *base > 0.0).and_then(|base| Some((*own)? / base))
+    };
+    interval(&own.iter().zip(base).map(of).collect())
 }
 
 /// The row of some windows, as far as it is the same for packets and requests; `is_short`: an end had its
@@ -213,4 +216,17 @@ pub(super) fn messages_per(own: &[Measured], what: &str) -> [(String, Value); 3]
         each("updates", |messages| messages.updates),
         each("invalidations", |messages| messages.invalidations),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_round_in_which_the_base_did_nothing_has_no_ratio() {
+        let base = vec![Some(0.0), Some(2.0), None];
+        assert_eq!(ratio(&base, &base).median, Some(1.0));
+        assert_eq!(ratio(&vec![Some(3.0); 3], &base).median, Some(1.5));
+        assert_eq!(ratio(&vec![Some(3.0)], &vec![Some(0.0)]).median, None);
+    }
 }
