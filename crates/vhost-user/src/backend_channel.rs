@@ -41,8 +41,8 @@ const BATCH: usize = 64;
 
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
 ///
-/// Workers send on it without ever blocking; a thread of the connection's reads the replies. Nothing is sent
-/// while every ring is stopped (rule D27).
+/// Workers send on it without ever blocking; a thread of the connection's reads the replies. No message
+/// begins while every ring is stopped (rule D27); the rest of one that was cut is still sent.
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: PeerFd,
@@ -284,7 +284,7 @@ impl BackendChannel {
         foreign.checked_add(pending).filter(|to_come| *to_come <= MOST_REPLIES)
     }
 
-    /// Whether the front end has closed it.
+    /// Whether it has ended: either end hung up, or a send failed.
     pub(crate) fn is_lost(&self) -> bool {
         self.outbox.lock().broken
     }

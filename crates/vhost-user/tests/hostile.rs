@@ -168,23 +168,14 @@ fn ends_with(
 
 #[test]
 fn what_was_not_negotiated_ends_the_connection() {
-    // rules D1, D11
+    // rule D11
     let _alone = alone();
-    let iotlb = Request::Iotlb(IotlbWire {
-        iova: 0,
-        size: 4096,
-        user_addr: 0,
-        perm: 3,
-        kind: 3,
-        padding: [0; 6],
-    });
     let (socket, _other) = UnixStream::pair().unwrap();
     let none: &[BorrowedFd<'_>] = &[];
     let one = &[socket.as_fd()][..];
     let place = Inflight { len: 4096, offset: 0, queues: 1, size: 64 };
     let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
     for (request, fds, needed) in [
-        (iotlb, none, ProtocolFeatures::empty()),
         (Request::SetBackendReqFd, one, ProtocolFeatures::BACKEND_REQ),
         (Request::GetQueueNum, none, ProtocolFeatures::MQ),
         (Request::GetConfig { offset: 0, size: 4 }, none, ProtocolFeatures::CONFIG),

@@ -95,8 +95,8 @@ impl Connector {
         Ok(Connector { orders, bell, pools: Mutex::default() })
     }
 
-    /// How many bytes of memory back ends have now, and how many they can have at most, by what is
-    /// connected.
+    /// How many bytes of memory the back ends of connected front ends have now, and how many they can
+    /// have at most.
     pub fn pool_bytes(&self) -> (u64, u64) {
         let pools: Vec<Arc<GuestRam>> =
             self.pools.lock().iter().filter_map(Weak::upgrade).collect();

@@ -219,7 +219,7 @@ impl Guest {
         self.main().set_mem_table(&regions.map(|region| (region, ram.fd()))).unwrap();
     }
 
-    /// Starts the ring where it is, whose written pages are marked if `logs`.
+    /// Starts the ring where it is.
     pub(crate) fn start(&mut self, base: u32) {
         let at = self.config.offsets();
         let translated = self.features & 1 << F_ACCESS_PLATFORM != 0;

@@ -1,7 +1,7 @@
 //! Random programs of a VMM before the proxy, whose guest goes on all the time: it stops the ring and
 //! starts it, resets the device, takes memory away and gives it back, logs what is written, has what is in
 //! flight unmapped and mapped elsewhere, and hangs up and begins anew, with what was in flight on record.
-//! Each byte of the guest is judged, and each page that was written to is in the log.
+//! Each byte of its buffers' memory is judged, and each page of that which was written to is in the log.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -182,6 +182,7 @@ impl Vmm {
             Step::Log => self.begin_log(),
             Step::Remap => self.remap(),
         }
+        self.again &= self.guest.in_flight() > 0;
         self.guest.check();
         self.check_log();
     }
@@ -191,6 +192,7 @@ impl Vmm {
             // No update comes while the ring stops.
             self.guest.wait(0, true);
         }
+        self.again &= self.guest.in_flight() > 0;
         let base = self.guest.base();
         self.guest.reap(true);
         let Some(base) = base else {
@@ -199,7 +201,6 @@ impl Vmm {
             self.log = None;
             return self.hang_up();
         };
-        self.again &= self.guest.in_flight() > 0;
         if !self.again {
             assert_eq!(base, self.guest.position());
         }

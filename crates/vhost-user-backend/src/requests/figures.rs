@@ -1,8 +1,8 @@
 //! What a device has done, for monitoring.
 //!
-//! Ordering: `left` and `holds` change under the lock of what is left. A ring is started by the thread
-//! that had the one before it stopped, which orders what is left before it. That the kernel is done with
-//! it (Release) comes before what is served then (Acquire).
+//! Ordering: `left` and `holds` change under the lock of `stuck`. The thread that starts a ring has stopped
+//! the ring before it, so it sees what that ring left behind. What the kernel has done (Release) comes
+//! before what is served afterwards (Acquire).
 
 use std::{
     os::fd::BorrowedFd,
@@ -100,7 +100,7 @@ impl<S: Serve> RequestFigures<S> {
         self.count(&stuck);
     }
 
-    /// Drops what the kernel is done with. Unmaps may wait for it, so workers call this.
+    /// Drops what the kernel is done with. Invalidations may wait for its leases, so workers call this.
     #[inline]
     pub(super) fn reap(&self) -> bool {
         self.stuck() > 0 && self.reap_stuck()
@@ -140,12 +140,12 @@ impl<S: Serve> Drop for RequestFigures<S> {
     }
 }
 
-/// How often to check whether the kernel is done with them: no worker is woken when it is, as the
-/// event that it writes to was the queue's.
+/// How often to check whether the kernel is done with stuck rings: it wakes no worker then, since it
+/// signals the eventfd of a queue that is gone.
 const EVERY_NS: u64 = 5_000_000;
 
-/// Drops what stopped queues kept, once the kernel is done with it: memory, and leases that unmaps
-/// wait for. On its own, it is the unit that a device leaves on its workers when a connection is
+/// Drops what stopped queues kept, once the kernel is done with it: memory, and leases that
+/// invalidations wait for. On its own, it is the unit that a device leaves on its workers when a connection is
 /// over.
 pub struct Reaper<S: Serve> {
     figures: Arc<RequestFigures<S>>,

@@ -161,7 +161,7 @@ pub struct RequestQueue<S: Serve> {
     /// How many descriptors requests in progress have that have more than [`KEPT`](super::KEPT)
     /// each.
     held: usize,
-    /// How many requests were taken, less those that were put back.
+    /// How many requests were taken: a number for each.
     taken: u64,
     name: Arc<str>,
     call: Option<Arc<Notifier>>,

@@ -307,7 +307,7 @@ impl PackedInflight {
         debug_assert!(self.batch.is_empty());
         let num = self.free(slot);
         self.available = self.available.back(num, self.ring);
-        // Before this store the buffer counts as taken.
+        // Before this store the buffer counts as taken. What is free is not in flight, whatever its entry says.
         self.part.put16(OLD_FREE_HEAD, self.free_head);
         self.part.put8(entry(slot) + INFLIGHT, 0);
         self.links[usize::from(slot)].num = 0;

@@ -24,7 +24,6 @@ impl<H: Handler> Server<H> {
             Request::SetVringEnable { .. } => {
                 self.protocol.is_some() || self.features & msg::F_PROTOCOL_FEATURES != 0
             }
-            Request::Iotlb(_) => self.features & msg::F_ACCESS_PLATFORM != 0,
             other => self.has(other.needs()),
         };
         if permitted { Ok(()) } else { Err(WireError::Request { request: request.code() }) }
@@ -151,8 +150,8 @@ impl<H: Handler> Server<H> {
                 self.handler.set_backend_channel(channel)?;
                 self.backend = Some(replies);
             }
-            // IOTLB messages were carried out before this, unless descriptors came with one or
-            // ACCESS_PLATFORM is missing, which end the connection.
+            // They were carried out or refused before this, unless descriptors came with one, which end the
+            // connection.
             Request::Iotlb(_) => return Err(state("an IOTLB message out of its place").into()),
             Request::SetLogBase { len, offset } => {
                 let fd = fds.pop().ok_or(state("a log without a descriptor"))?;
