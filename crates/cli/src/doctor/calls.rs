@@ -74,8 +74,11 @@ pub(super) fn io_uring(calls: &Calls, tried: &Tried) -> Check {
             }
         }
         (_, None) => check(State::Note, "not tried".into()),
-        (_, Some(Errno::NOSYS)) => check(State::Lack, "not in this kernel".into())
-            .remedy("Another kernel:", ["apt-get install linux-image-amd64 && reboot"]),
+        // A filter may give that, too.
+        (_, Some(Errno::NOSYS)) if !calls.filtered => {
+            check(State::Lack, "not in this kernel".into())
+                .remedy("Another kernel:", ["apt-get install linux-image-amd64 && reboot"])
+        }
         (_, Some(Errno::NOMEM)) => check(State::Lack, format!("no memory for one{because}"))
             .remedy(
                 "Kernels before 5.12 count its rings as locked memory:",
@@ -86,7 +89,8 @@ pub(super) fn io_uring(calls: &Calls, tried: &Tried) -> Check {
             match calls.filtered {
                 true => check
                     .remedy(
-                        "A filter of system calls forbids it. For a container, with a profile that allows io_uring_setup, io_uring_enter and io_uring_register:",
+                        "A filter of system calls may forbid it. For a container, with a profile that allows \
+                         io_uring_setup, io_uring_enter and io_uring_register:",
                         ["docker run --security-opt seccomp=PROFILE.json ..."],
                     )
                     .remedy("For a service:", ["systemctl edit SERVICE   # [Service] SystemCallFilter=@aio"]),
@@ -108,7 +112,7 @@ pub(super) fn memfd(calls: &Calls, tried: &Tried) -> Check {
             let check = check(State::Lack, format!("memory cannot be shared: {error}"));
             match calls.filtered {
                 true => check.remedy(
-                    "A filter of system calls forbids it; for a service:",
+                    "A filter of system calls may forbid it; for a service:",
                     ["systemctl edit SERVICE   # [Service] SystemCallFilter=memfd_create"],
                 ),
                 false => check.advice("Linux has it since 3.17; vm.memfd_noexec=2 may forbid it."),
@@ -117,7 +121,7 @@ pub(super) fn memfd(calls: &Calls, tried: &Tried) -> Check {
     }
 }
 
-/// What services confine themselves with. They serve without it too, less confined.
+/// Whether the kernel has what services confine themselves with. Without it they serve less confined.
 pub(super) fn sandbox(tried: &Tried) -> Check {
     let check = |state, found: &str| Check::new("sandbox", &[Purpose::VhostUser], state, found);
     match tried.sandbox.as_deref() {
@@ -186,6 +190,9 @@ mod tests {
         let made = MadeUp::new(&[("proc/self/status", "Seccomp:\t2\n")]);
         let lack = state(&made, Some(Err(Errno::PERM)));
         assert!(lack.remedies[0].commands[0].contains("seccomp"), "{lack:?}");
+        let filtered = state(&made, Some(Err(Errno::NOSYS)));
+        assert!(filtered.remedies[0].commands[0].contains("seccomp"), "{filtered:?}");
+        let made = MadeUp::new(&[]);
         assert!(state(&made, Some(Err(Errno::NOSYS))).found.contains("not in this kernel"));
     }
 

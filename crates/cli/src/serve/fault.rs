@@ -1,6 +1,6 @@
 //! A panic of a thread ends the process.
 
-use std::{io::IsTerminal as _, panic};
+use std::panic;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::low_level;
@@ -35,9 +35,7 @@ pub(crate) fn end_process_on_panic() {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         // This thread must not block, nor take a lock, which another thread may hold: a line that
         // would block is left out.
-        if stderr.is_terminal()
-            || poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&now)) == Ok(1)
-        {
+        if poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&now)) == Ok(1) {
             let _ = rustix::io::write(&stderr, line.as_bytes());
         }
         low_level::exit(EXIT_CODE);

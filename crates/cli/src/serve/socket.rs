@@ -4,7 +4,7 @@ use std::{
     io::{self, ErrorKind},
     os::{
         fd::{BorrowedFd, OwnedFd},
-        unix::net::{UnixListener, UnixStream},
+        unix::net::UnixListener,
     },
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
@@ -103,24 +103,27 @@ impl Access {
 /// user's link leads there.
 pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
     let refuse = |kind, why| Err(io::Error::new(kind, why));
+    let at = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = || net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let place = FolderEntry::of(path)?;
     let _alone = lock(place.folder());
     if let Ok((_, about)) = place.look() {
         if !is_socket(&about) {
             return refuse(ErrorKind::AlreadyExists, "there is a file, not a socket");
         }
-        match UnixStream::connect(path) {
-            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-                unlinkat(place.folder(), place.name(), AtFlags::empty())?;
+        match net::connect(socket()?, &at) {
+            Err(Errno::CONNREFUSED) => unlinkat(place.folder(), place.name(), AtFlags::empty())?,
+            Err(Errno::NOENT) => {}
+            // AGAIN: it has as many connections to accept as it may.
+            Ok(()) | Err(Errno::AGAIN) => {
+                return refuse(ErrorKind::AddrInUse, "another process serves this socket");
             }
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
-            Ok(_) => return refuse(ErrorKind::AddrInUse, "another process serves this socket"),
+            Err(error) => return Err(error.into()),
         }
     }
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    bind_with(&socket, &SocketAddrUnix::new(path)?, Mode::from_raw_mode(access.mode))?;
+    let socket = socket()?;
+    bind_with(&socket, &at, Mode::from_raw_mode(access.mode))?;
     // It is in its place, unless a folder on the way was replaced meanwhile.
     let (file, about) = place.look()?;
     if !is_socket(&about) || about.st_uid != geteuid().as_raw() {
@@ -152,7 +155,7 @@ fn bind_with(socket: &OwnedFd, at: &SocketAddrUnix, mode: Mode) -> io::Result<()
 
 /// A socket of the service.
 pub(crate) struct Listener {
-    // Before the socket: while somebody listens, nobody else makes a file there.
+    // Dropped before the socket: while this process listens, no other one binds there.
     pub(super) placed: Option<Placed>,
     pub(super) socket: UnixListener,
     /// Its name in messages.
@@ -230,9 +233,9 @@ pub(super) fn passed() -> Result<Passed> {
     Ok(Passed { listeners, ends: write.zip(read).map(|(write, read)| [write, read]) })
 }
 
-/// Locks a folder: one process at a time replaces what is there, as of two the second would remove the first
-/// one's socket. A folder that cannot be read, or that others keep locked, does not hold up the start: then
-/// two that begin at the same moment may do that.
+/// Locks a folder, so that one process at a time replaces what is there: of two at once, the second would
+/// remove the socket of the first. A folder that cannot be read, or that others keep locked, does not hold up
+/// the start; without the lock that can happen.
 fn lock(folder: BorrowedFd<'_>) -> Option<OwnedFd> {
     let how = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = openat(folder, ".", how, Mode::empty()).ok()?;
@@ -274,7 +277,7 @@ pub(super) fn open(
         let name = name.unwrap_or(format!("LISTEN_FDS[{at}]"));
         let own = path.filter(|path| !activated && paths.get(at) == Some(&&**path));
         match own.map(|path| (Placed::there(&path), path)) {
-            // The previous process was ending by itself, or somebody has removed it.
+            // The previous process removed it when it ended by itself, or another process did.
             Some((Err(error), path)) if error.kind() == ErrorKind::NotFound => {
                 listeners.push(Listener::bind(&path, access)?);
             }
@@ -299,9 +302,30 @@ pub(super) fn open(
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::MetadataExt as _};
+    use std::{
+        fs,
+        os::unix::{fs::MetadataExt as _, net::UnixStream},
+    };
 
     use super::*;
+
+    #[test]
+    fn a_socket_whose_process_accepts_nothing_is_in_use() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let at = SocketAddrUnix::new(&path).unwrap();
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket =
+            || net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        let listener = socket();
+        net::bind(&listener, &at).unwrap();
+        net::listen(&listener, 0).unwrap();
+        let waiting = [(); 2].map(|()| socket());
+        let full = waiting.iter().any(|socket| net::connect(socket, &at) == Err(Errno::AGAIN));
+        assert!(full, "another one would wait");
+        let refused = bind(&path, Access::OWN).map(drop).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::AddrInUse);
+    }
 
     #[test]
     fn of_two_that_replace_a_stale_socket_one_is_refused() {
