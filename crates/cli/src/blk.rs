@@ -39,7 +39,7 @@ pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(3);
   and for QEMU
     -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem
     -device intel-iommu,intremap=on,device-iotlb=on -device pcie-root-port,id=rp1,slot=1
-    -chardev socket,id=c,path=disk.sock,reconnect=1
+    -chardev socket,id=c,path=disk.sock,reconnect-ms=1000
     -device vhost-user-blk-pci,chardev=c,bus=rp1,disable-legacy=on,iommu_platform=on,ats=on")]
 pub(crate) struct Arguments {
     #[command(flatten)]

@@ -12,9 +12,9 @@ use ringfence_virtq::{
 
 use super::{REPLY_TIMEOUT, broken, ring::Ring};
 
-/// An access that does not complete within this fraction of the request time-out counts as refused:
-/// most refused accesses never complete.
-const SILENCE: u32 = 10;
+/// The request time-out divided by this is the time-out of an access; one that does not complete in time counts as
+/// refused, since most refused accesses never complete.
+const ACCESS_DIVISOR: u32 = 10;
 /// Descriptors in its ring.
 const SIZE: u16 = 16;
 /// The layout of the disk's own memory.
@@ -79,6 +79,9 @@ impl Disk {
                 "the disk at {at} offers no ACCESS_PLATFORM: it is behind no IOMMU"
             )));
         }
+        if offered & 1 << F_VERSION_1 == 0 {
+            return Err(broken(format!("the disk at {at} does not offer VERSION_1")));
+        }
         let features = 1 << F_VERSION_1 | F_ACCESS_PLATFORM | offered & F_PROTOCOL_FEATURES;
         front.set_features(features).map_err(broken)?;
         front.set_mem_table(&[(self.ram.region(), self.ram.fd())]).map_err(broken)?;
@@ -86,7 +89,8 @@ impl Disk {
         Ok(())
     }
 
-    /// One access. The disk's own memory must be mapped at its guest-physical addresses.
+    /// One access. The disk's own memory must be mapped at its guest-physical addresses. A disk that fails by
+    /// itself counts as refused, too: from here it cannot be distinguished.
     pub(super) fn access(
         &mut self,
         iova: u64,
@@ -119,7 +123,7 @@ impl Disk {
 
     /// The endpoint writes: what the disk holds goes to memory.
     fn write(&mut self, iova: u64, bytes: &mut [u8]) -> Result<(), Refused> {
-        // If this fails, the disk writes the sector's old content.
+        // If the disk fails this with a status, it writes the sector's old content.
         if self.poke(STAGING, bytes).is_ok() && self.transfer(Kind::Out, self.own(STAGING)).is_ok()
         {
             self.sector.copy_from_slice(bytes);
@@ -161,7 +165,7 @@ impl Disk {
         ];
         let Some(ring) = &mut self.ring else { return Err(Refused) };
         ring.submit(&descs, 0).map_err(|_| Refused)?;
-        match ring.wait(self.timeout / SILENCE) {
+        match ring.wait(self.timeout / ACCESS_DIVISOR) {
             Ok(Some(_)) => {}
             // The device cannot reach its ring, or does not complete a failed access. Nor will it
             // complete later requests in this ring.

@@ -38,7 +38,7 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 const EVENT: Duration = Duration::from_millis(200);
 /// Descriptors in each ring.
 const SIZE: u16 = 256;
-/// Pages of the kit.
+/// Granules of memory that the kit uses.
 const KIT_PAGES: u64 = 32;
 /// Guest memory begins here if the device's input range allows it.
 const BASE: u64 = 16 << 20;
@@ -48,7 +48,7 @@ const REQUEST: usize = 16 << 10;
 const REPLY: usize = 20 << 10;
 const EVENTS: usize = 40 << 10;
 const OWN: usize = 64 << 10;
-/// The size of an event buffer, and their number.
+/// The size of an event buffer, and how many there are.
 const EVENT_ROOM: usize = 256;
 const EVENT_BUFFERS: usize = 64;
 
@@ -104,7 +104,7 @@ impl VhostSubject {
             broken(format!("its configuration cannot be read, is it an IOMMU? {error}"))
         })?;
         let word = |at: usize| u64::from_le_bytes(config[at..at + 8].try_into().expect("eight"));
-        // The kit reports absurd granules.
+        // Clamped: that a granule is absurd is for a check of the kit to report.
         let granule = (word(0) & word(0).wrapping_neg()).clamp(4096, 1 << 20);
         let (first, last) = match offered & Features::INPUT_RANGE.bits() {
             0 => (0, u64::MAX),
@@ -265,7 +265,7 @@ impl VhostSubject {
         self.send(usize::MAX, &bytes[..len], &mut tail).is_ok() && tail[0] == Status::Ok as u8
     }
 
-    /// The memory of disk `n`: every domain maps it at its guest-physical addresses.
+    /// The memory of disk `n`. During an access it is mapped at its guest-physical addresses.
     fn disk_range(&self, n: usize) -> Option<Range> {
         let from = self.ram.len() - (self.disks.len() - n) * self.disk_bytes;
         let first = self.gpa(from);
@@ -284,6 +284,9 @@ fn connect(target: &Target) -> Result<(Frontend, u64), Failed> {
     if offered & F_PROTOCOL_FEATURES == 0 {
         let why = format!("the device at {at} offers no protocol features: no configuration");
         return Err(broken(why));
+    }
+    if offered & 1 << F_VERSION_1 == 0 {
+        return Err(broken(format!("the device at {at} does not offer VERSION_1")));
     }
     let mut wanted = front.protocol_features().map_err(broken)?
         & (ProtocolFeatures::CONFIG
@@ -387,7 +390,8 @@ impl Subject for VhostSubject {
     }
 
     fn post_event_buffer(&mut self, len: usize) -> Option<Result<(), Failed>> {
-        let (Some(ring), Some(token)) = (&mut self.events, self.free.pop_front()) else {
+        let Some(ring) = &mut self.events else { return Some(Err(Failed::Timeout)) };
+        let Some(token) = self.free.pop_front() else {
             return Some(Err(broken("no room for another event buffer")));
         };
         let len = len.min(EVENT_ROOM);

@@ -159,7 +159,7 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Most regions that one memory holds, as many as Linux's vhost takes by default.
+    /// The most regions of one memory: as many as QEMU and rust-vmm's back ends take.
     pub const MAX_REGIONS: usize = 509;
 
     /// Checks regions, each with the descriptor of its file, and maps them.
@@ -427,7 +427,7 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
     }
     let page = page_of(fd)?;
     let start = region.mmap_offset & !(page - 1);
-    // Cannot wrap: `needed` is at most the size of a file.
+    // Fails only where the span does not fit `usize`: `needed` is at most the size of a file.
     let wraps =
         MemError::Wraps { what: "mmap offset", addr: region.mmap_offset, size: region.size };
     let Some(len) =
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn memories_agree_that_say_the_same_of_what_both_have() {
+    fn memories_agree_if_what_both_have_is_the_same() {
         let (one, other) = (file(8), file(8));
         let memory = |file: &OwnedFd, gpa: u64, pages: u64, offset: u64| {
             let region = region(gpa * PAGE, pages * PAGE, 0, offset * PAGE);

@@ -27,8 +27,8 @@ const MODULES: &[&str] = &[
 /// The first program of a guest.
 const INIT: &str = include_str!("init.sh");
 
-/// Makes `folder/name` for a kernel with these modules, `wanted` of them beside those that all have, and with
-/// more files.
+/// Makes `folder/name` for the kernel whose modules are in `modules`. It has the modules of all guests, those
+/// that are `wanted` besides, and `files`.
 pub(crate) fn make(
     folder: &Path,
     modules: &Path,
@@ -45,7 +45,7 @@ pub(crate) fn make(
     let programs = [("bin/busybox", "root/bin/busybox"), ("bin/fio", "fio")];
     let programs = programs.map(|(name, file)| (name.to_owned(), folder.join(file)));
     for (name, file) in programs.iter().chain(files) {
-        archive.file(name, &fs::read(file).with_context(|| format!("{}", file.display()))?);
+        archive.file(name, &fs::read(file).with_context(|| format!("reading {}", file.display()))?);
     }
     let version = modules.file_name().and_then(|n| n.to_str()).context("a kernel's version")?;
     let place = format!("lib/modules/{version}");
@@ -57,7 +57,7 @@ pub(crate) fn make(
         order.push_str(&format!("{}.ko: {}\n", module.name, needs.join(" ")));
     }
     archive.file(&format!("{place}/modules.dep"), order.as_bytes());
-    // One kernel has built in what is a module of another: modprobe has to know.
+    // What is a module of one kernel is built into another; modprobe reads which from this file.
     let built_in = fs::read(modules.join("modules.builtin")).unwrap_or_default();
     archive.file(&format!("{place}/modules.builtin"), &built_in);
     let file = fs::File::create(folder.join(name))?;
@@ -130,7 +130,7 @@ pub(super) fn unpack(path: &Path) -> Result<Vec<u8>> {
     let program = match path.extension().and_then(|extension| extension.to_str()) {
         Some("xz") => "xz",
         Some("zst") => "zstd",
-        _ => return fs::read(path).with_context(|| format!("{}", path.display())),
+        _ => return fs::read(path).with_context(|| format!("reading {}", path.display())),
     };
     let ended = Command::new(program).args(["--decompress", "--stdout"]).arg(path).output();
     let ended = ended.context(program)?;
@@ -140,7 +140,7 @@ pub(super) fn unpack(path: &Path) -> Result<Vec<u8>> {
     Ok(ended.stdout)
 }
 
-/// What a module says it needs: `depends=a,b` among the strings of its `.modinfo`.
+/// The modules that a module depends on: `depends=a,b` among the strings of its `.modinfo`.
 fn needs(module: &[u8]) -> Vec<String> {
     let field = module.split(|&byte| byte == 0).find_map(|text| text.strip_prefix(b"depends="));
     let names = String::from_utf8_lossy(field.unwrap_or_default()).replace('-', "_");

@@ -49,8 +49,8 @@ pub(super) fn arguments(
         ["-machine".into(), "q35,memory-backend=ringfence-memory".into()],
         ["-m".into(), size],
         ["-object".into(), memory],
-        // With an IOMMU of its own, which the guest leaves idle, QEMU passes ring addresses on
-        // unchanged; it does not resolve them itself.
+        // With an IOMMU of its own, which the guest leaves idle, QEMU sends ring addresses as the driver
+        // set them (IOVAs), and not as addresses of its own process.
         ["-device".into(), "intel-iommu,intremap=off,device-iotlb=on".into()],
         ["-acpitable".into(), format!("file={}", escaped(viot))],
         ["-chardev".into(), format!("socket,id=ringfence-iommu,path={}", escaped(socket))],

@@ -6,7 +6,7 @@ use ringfence_devices::disk::DiskBuffers;
 
 use super::address::Address;
 
-/// The options of every device.
+/// What every device has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct DeviceSpec {
     pub(super) socket: PathBuf,
@@ -61,7 +61,7 @@ fn split(text: &str) -> Result<(PathBuf, String, Vec<String>), String> {
         Some((socket, what)) if !socket.is_empty() && !what.is_empty() => {
             Ok((socket.into(), what.into(), parts))
         }
-        _ => Err(format!("{text:?} has no SOCKET=... before its options")),
+        _ => Err(format!("{text:?} does not begin with SOCKET=WHAT")),
     }
 }
 
@@ -83,9 +83,9 @@ impl DeviceSpec {
                     self.queues = queues;
                     Ok(())
                 }
-                _ if most_queues == 1 => Err(format!(
-                    "queues={queues}: 1 pair is all: others are switched on by a control queue, \
-                     which QEMU keeps to itself and cannot translate for"
+                Ok(2..) if most_queues == 1 => Err(format!(
+                    "queues={queues}: 1 pair at most, since a driver enables others through the control \
+                     queue, which QEMU serves itself and cannot translate for"
                 )),
                 _ => Err(format!("queues={queues}: 1 to {most_queues}")),
             },

@@ -34,7 +34,7 @@ pub(crate) struct Session {
 pub(crate) struct Begun {
     pub(crate) json: Option<Output>,
     pub(crate) progress: Kind,
-    /// Set by Ctrl-C.
+    /// Set by Ctrl-C, SIGTERM and SIGHUP.
     pub(crate) stop: Arc<AtomicBool>,
 }
 
@@ -44,7 +44,7 @@ impl Session {
         let json = self.json.as_deref().map(Output::open).transpose()?;
         let progress = if self.quiet { Kind::Silent } else { Kind::Auto };
         let stop = Arc::new(AtomicBool::new(false));
-        ringfence_lab::run::stop_on_signals(&stop).context("catching Ctrl-C")?;
+        ringfence_lab::run::stop_on_signals(&stop).context("catching signals")?;
         Ok(Begun { json, progress, stop })
     }
 }

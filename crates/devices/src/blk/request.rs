@@ -17,8 +17,8 @@ use crate::disk::{Disk, Holes, Ram};
 pub const MOST_ZEROED: u32 = 1 << 21;
 
 /// The most bytes that a transfer may have: 1 GiB. Firmware that ignores the limits in the
-/// configuration space sends no longer ones (OVMF; it reads a whole file at once), and drivers that
-/// read the limits send shorter ones.
+/// configuration space (OVMF, which reads a whole file at once) stays below it, as do drivers, which
+/// read the limits.
 pub const MOST_MOVED: u64 = 1 << 30;
 
 /// What a disk can do, as far as requests are concerned.
@@ -54,7 +54,7 @@ pub enum Action {
     },
     /// Make what was written durable.
     Flush,
-    /// Return the name of the disk.
+    /// Return the device ID.
     Identify,
     /// Make a range read as zeroes.
     Zero {
@@ -98,7 +98,8 @@ impl From<AccessError> for Stop {
 /// The status of the request, or what is missing.
 pub fn parse(chain: &Chain, mem: &impl Translate, limits: &Limits) -> Result<Action, Stop> {
     let mut bytes = [0; HEADER_BYTES];
-    if chain.read_at(mem, 0, &mut bytes)? != HEADER_BYTES {
+    // A request without room for its status is not carried out.
+    if chain.writable_len() == 0 || chain.read_at(mem, 0, &mut bytes)? != HEADER_BYTES {
         return Err(Status::IoErr.into());
     }
     let header = Header::read_from_bytes(&bytes).expect("the array has the header's size");
@@ -130,8 +131,8 @@ fn place(sector: u64, len: u64, limits: &Limits) -> Result<u64, Status> {
     }
 }
 
-/// A discard, or a request to write zeroes: of one range, which is the limit in the configuration
-/// space.
+/// Parses a discard, or a request to write zeroes. It has one segment: the configuration space allows
+/// no more.
 fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Result<Action, Stop> {
     let Holes { punch, zero, unit } = limits.holes;
     let can = if kind == Kind::Discard { punch } else { punch || zero };
@@ -164,8 +165,8 @@ fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Res
     Ok(Action::Zero { offset, len, punch: punch && (wanted || !zero) })
 }
 
-/// The descriptors of `len` bytes of a transfer's data, without header and status, from `at` on:
-/// both lie within the chain.
+/// The buffers of `len` bytes of a transfer's data from `at` on, which the chain must have. Header and
+/// status are no data.
 pub(super) fn part(
     chain: &Chain,
     write: bool,
@@ -225,7 +226,7 @@ pub(super) fn copy<'p>(
     for desc in part(chain, write, 0, whole) {
         let passed = skip.min(desc.len.into());
         skip -= passed;
-        // Neither wraps while something is left: so much of the buffer is there.
+        // No buffer of a chain passes the end of the address space.
         let (mut addr, mut left) = (desc.addr.wrapping_add(passed), u64::from(desc.len) - passed);
         while left > 0 {
             let Some(room) = piece.as_ref().filter(|piece| !piece.is_empty()) else {
@@ -256,7 +257,7 @@ pub(super) fn copy<'p>(
     Ok(())
 }
 
-/// Writes the name of the disk, as far as there is room; returns how many bytes.
+/// Writes the device ID, as far as there is room; returns how many bytes.
 ///
 /// # Errors
 /// The buffer cannot be reached.
@@ -404,6 +405,8 @@ mod tests {
         assert_eq!(parse(&short, &mem, &LIMITS), Err(Stop::Status(Status::IoErr)));
         let none = chain(&mem, &[status]);
         assert_eq!(parse(&none, &mem, &LIMITS), Err(Stop::Status(Status::IoErr)));
+        let no_status = chain(&mem, &pieces[..3]);
+        assert_eq!(parse(&no_status, &mem, &LIMITS), Err(Stop::Status(Status::IoErr)));
         let lost = chain(&mem, &[Desc::readable(1 << 40, 16), status]);
         assert_eq!(parse(&lost, &mem, &LIMITS), Err(Stop::Status(Status::IoErr)));
     }
@@ -418,7 +421,7 @@ mod tests {
         let mut bytes = [0xff; 9];
         mem.read(at + 512, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 0, 0, 0, 0, 0, 0, 0, 2]);
-        // Without room for the status, a used length of 0 reports that nothing was done.
+        // Without room for the status, the used length is 0.
         let nowhere = chain(&mem, &[header, Desc::writable(1 << 40, 1)]);
         assert_eq!(complete(&nowhere, &mem, Status::Ok, 0), Ok(0));
         let readable = chain(&mem, &[header]);

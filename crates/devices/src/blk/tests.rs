@@ -294,7 +294,7 @@ fn a_ring_is_not_read_further_while_too_many_descriptors_are_held() {
     assert_eq!(rig.queue.stats().full, 1);
     // No polling is needed: a worker may sleep.
     assert!(!rig.round() && !rig.queue.arm(&rig.bus));
-    // There is a translation, so that they go on, and then the others.
+    // With a translation these requests go on, and then the others.
     let range = Range::from_len(Iova(DATA), MIB).unwrap();
     iotlb.update(range, ringfence_iommu::GuestPhys(DATA), Prot::RW).unwrap();
     rig.finish(64, Status::Ok);
@@ -376,7 +376,7 @@ fn requests_in_many_pieces_wait_for_their_turn() {
 
 /// The front end, which stops the ring, sends no translations any more.
 #[test]
-fn a_ring_stops_whose_requests_have_all_buffers_and_wait_for_translations() {
+fn a_ring_stops_while_its_requests_hold_all_buffers_and_wait_for_translations() {
     let mut rig = Rig::new(image(MIB).with_own_buffers(), 1024, 8 * MIB);
     let _iotlb = rig.translated(0);
     for token in 0..8 {
@@ -395,7 +395,7 @@ fn a_ring_stops_whose_requests_have_all_buffers_and_wait_for_translations() {
 }
 
 #[test]
-fn a_ring_stops_whose_requests_wait_for_their_turn() {
+fn a_ring_stops_while_its_requests_wait_for_their_turn() {
     let mut rig = Rig::silent(1024);
     let _iotlb = rig.translated(256);
     for token in 0..200 {
@@ -408,7 +408,7 @@ fn a_ring_stops_whose_requests_wait_for_their_turn() {
     rig.queue.begin_stop(&rig.bus);
     assert!(!rig.queue.wind_down(&rig.bus).unwrap());
     rig.pipe = None;
-    // As a worker does it that sleeps while nothing of the kernel's comes.
+    // As a worker does that sleeps until the kernel completes something.
     while !rig.queue.wind_down(&rig.bus).unwrap() {
         assert!(rig.queue.in_kernel() > 0 || rig.queue.is_spent(), "nothing would wake it");
     }

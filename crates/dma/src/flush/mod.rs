@@ -103,7 +103,7 @@ impl Watch {
     #[must_use]
     pub(crate) fn release(&self, now_ns: u64) -> bool {
         let released = now_ns.saturating_add(1).min(UNWATCHED - 1);
-        // Whoever comes second sees all that the first has done. Nothing came before WAITING.
+        // The second of the two threads sees all that the first has done. Nothing came before WAITING.
         self.state
             .compare_exchange(WAITING, released, Ordering::Release, Ordering::Acquire)
             .is_err()

@@ -6,6 +6,7 @@
 //! | `space.rs` | the memory, and the addresses by which the device sees it |
 //! | `link.rs` | the sockets; misses and their updates |
 //! | `pipe.rs` | IOTLB messages in flight |
+//! | `ring.rs` | one ring: its queue, and which of its buffers are free |
 //! | `side.rs` | one ring with its buffers |
 //! | `arrivals.rs` | what came, what was lost, what was wrong |
 //!

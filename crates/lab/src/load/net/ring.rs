@@ -34,7 +34,7 @@ pub(crate) struct Ring {
     /// How much that is.
     pub(crate) unpublished: usize,
     kick: OwnedFd,
-    /// By what the device notifies a driver that sleeps.
+    /// The eventfd that the device signals when it has used buffers, if the driver sleeps.
     call: Option<OwnedFd>,
     /// Buffers that the device can no longer use once their ticket is done, with the ticket.
     parked: VecDeque<(u64, u32)>,
@@ -74,7 +74,7 @@ impl Ring {
         })
     }
 
-    /// Which of its buffers the one of that number is.
+    /// The index of a buffer among those of this ring.
     #[inline]
     pub(crate) fn index(&self, buffer: u32) -> usize {
         (buffer - self.first) as usize

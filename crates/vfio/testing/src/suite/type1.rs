@@ -24,14 +24,14 @@ struct Bench<'a, K> {
     base: u64,
 }
 
-/// Checks the rules L51-L63 as far as they can be seen of `kernel`, a type1v2 container with a
+/// Checks the rules L51-L63 as far as `kernel` shows them, a type1v2 container with a
 /// group in it, nothing mapped, and no device that does DMA.
 ///
 /// The checks map memory of their own and unmap everything afterwards.
 ///
 /// # Errors
-/// The kernel's, if no check could begin: its info cannot be read, or something is mapped already
-/// and stays (EBUSY).
+/// The kernel's, if no check could begin: its info cannot be read, or memory cannot be mapped. EINVAL
+/// if it supports no page size, ENOSPC if no range is wide enough.
 pub fn type1<K: Type1Kernel>(kernel: &K) -> KernelResult<Vec<Outcome>> {
     let info = kernel.info()?;
     let page = 1_u64.checked_shl(info.page_sizes.trailing_zeros()).ok_or(Errno::INVAL)?;
@@ -231,6 +231,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         for at in 0..u64::from(before) {
             match self.map(at, 0, 1) {
                 Err(Errno::NOMEM) => {
+                    self.unmap(0, at.max(1))?;
                     return not_applicable("the memlock limit comes before the budget");
                 }
                 result => result?,

@@ -74,11 +74,10 @@ impl Peer {
 /// A running network device behind its IOMMU.
 pub(super) type Link = Behind<Peer>;
 
-/// The queue of a ring, and its bundles.
+/// The queue of a ring, and its bundles: the pages that are mapped together.
 pub(super) type Parts = (Queue, Vec<PagedBuffer>);
 
-/// Brings up a device and its IOMMU; returns the queue of each ring (receive, transmit), and its
-/// bundles.
+/// Brings up a device and its IOMMU; returns the parts of its receive ring and of its transmit ring.
 pub(super) fn open(
     mapped: Mapped,
     peer: impl FnOnce(UnixStream, UnixStream) -> Result<Peer>,
