@@ -299,7 +299,9 @@ impl View {
         let changes = self.endpoint.changes();
         if changes != self.changes {
             // In this order: nothing found elsewhere is left, and nothing is looked up yet.
-            drop_all(&self.cache, &self.windows);
+            if !mutant!("what was found elsewhere is kept") {
+                drop_all(&self.cache, &self.windows);
+            }
             self.binding = self.endpoint.binding();
             self.changes = changes;
             if mutant!("changes are counted after the binding is read") {

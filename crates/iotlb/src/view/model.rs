@@ -56,6 +56,14 @@ impl World {
         self.take_back(|| self.endpoint.shootdown().is_over(token));
     }
 
+    /// Unmaps the page; what it led to is the owner's again once that is in force.
+    fn unmap(&self, domain: &SoftDomain<GuestPhys>) {
+        let mut gather = Gather::new();
+        assert_eq!(domain.unmap_pages(&[page()], &mut gather), Ok(PAGE.into()));
+        let token = domain.sync_begin(gather.work()).unwrap();
+        self.take_back(|| domain.sync_poll(token, gather.work(), &mut |_, _| ()));
+    }
+
     /// What it reached is the owner's again if `is_over` soon.
     fn take_back(&self, is_over: impl Fn() -> bool) {
         for _ in 0..2 {
@@ -177,10 +185,7 @@ fn unmapped_under(devices: [fn(&World, View); 2]) {
                 device(&theirs, view.unwrap());
             })
         });
-        let mut gather = Gather::new();
-        assert_eq!(domain.unmap_pages(&[page()], &mut gather), Ok(PAGE.into()));
-        let token = domain.sync_begin(gather.work()).unwrap();
-        world.take_back(|| domain.sync_poll(token, gather.work(), &mut |_, _| ()));
+        world.unmap(&domain);
         for thread in threads {
             thread.join().unwrap();
         }
@@ -213,4 +218,27 @@ fn what_was_unmapped_is_forgotten_by_both_views_that_have_it() {
 #[test]
 fn a_lease_of_one_view_holds_what_was_unmapped_and_the_other_view_does_not() {
     unmapped_under([hold, look_twice]);
+}
+
+/// The owner unmaps the page while another thread puts the endpoint elsewhere: an invalidation there no longer
+/// waits for the view.
+#[test]
+fn what_a_view_found_is_gone_when_it_translates_elsewhere() {
+    // rule L18
+    check(Some(2), || {
+        let shootdown = Shootdown::new(1);
+        let domain = domain(&shootdown);
+        let world = world(shootdown, Binding::Domain(Arc::clone(&domain)));
+        let view = Moved(View::new(Arc::clone(&world.endpoint), memory()));
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let Moved(view) = { view };
+            look_twice(&theirs, view.unwrap());
+        });
+        let (theirs, there) = (Arc::clone(&world), Arc::clone(&domain));
+        let owner = thread::spawn(move || theirs.unmap(&there));
+        world.endpoint.bind(Binding::Blocked);
+        [device, owner].into_iter().for_each(|thread| thread.join().unwrap());
+        drop(domain);
+    });
 }
