@@ -29,6 +29,8 @@ pub(crate) enum Lie {
     OneSlot,
     /// Asynchronous I/O takes no lease that lasts as long as it does.
     NoLeases,
+    /// A disk's requests go where their addresses led in the beginning, and hold no lease.
+    NoDiskLeases,
     /// A device that was detached reaches what it reached before.
     StaysAttached,
 }

@@ -10,18 +10,24 @@
 //! * [`mutants`]: a stack with one deliberate defect must not pass either of them.
 //!
 //! `PROPTEST_CASES` sets how many programs are run, `ORACLE_KIND` what they run over: `virtio-iommu`,
-//! `lazy` (one that completes an UNMAP before its invalidation), `table` or `iotlb`.
+//! `lazy` (one that completes an UNMAP before its invalidation), `table`, `iotlb`, or `vhost-user` (an
+//! IOTLB whose messages go over a socket). Asynchronous I/O is the device's own, or that of a
+//! [`disk`].
 
 #[path = "../../../dma/tests/api/copied.rs"]
 mod copied;
+mod disk;
 mod front;
 mod history;
 mod lying;
+mod messages;
 mod mutants;
 mod pages;
 mod probe;
 mod program;
 mod rig;
+#[path = "../common/serving.rs"]
+mod serving;
 mod set;
 mod slots;
 mod source;

@@ -6,6 +6,7 @@ use proptest::{
     strategy::{Strategy, ValueTree},
     test_runner::TestRunner,
 };
+use ringfence_devices::disk::DiskBuffers;
 use ringfence_dma::{Policy, Trust};
 
 use crate::{
@@ -18,6 +19,7 @@ use crate::{
 /// Programs that are tried before a lie counts as not found out.
 const TRIES: usize = 100;
 
+/// (Programs of one driver take long over messages.)
 const KINDS: [Kind; 4] = [Kind::Viommu, Kind::LazyViommu, Kind::Table, Kind::Asked];
 
 /// Runs programs of one driver, set up as `change` has it, until one fails; it skips those for which
@@ -152,13 +154,13 @@ fn io_without_leases_is_found_out() {
         // Both by unmaps and by detaches.
         let unmaps = one(|setup, steps| {
             steps.retain(|step| !step.detaches());
-            Some(Setup { kind, lie, ..setup })
+            Some(Setup { kind, lie, disk: None, ..setup })
         });
         is_found_out(lie, unmaps, &["outlives its mapping", "was changed"]);
         let detaches = one(|setup, steps| {
             let unmaps = |then: &Option<Meanwhile>| matches!(then, Some(Meanwhile::Unmap));
             steps.retain(|step| !matches!(step, Step::Hold { then, .. } if unmaps(then)));
-            Some(Setup { kind, lie, ..setup })
+            Some(Setup { kind, lie, disk: None, ..setup })
         });
         is_found_out(lie, detaches, &["outlives the detach", "outlives its mapping"]);
         let together = two(|setup| Some(Setup { kind, lie, renews: None, ..setup }));
@@ -167,8 +169,33 @@ fn io_without_leases_is_found_out() {
 }
 
 #[test]
+fn a_disk_without_leases_is_found_out() {
+    let lie = Lie::NoDiskLeases;
+    for kind in [Kind::Table, Kind::Asked] {
+        for disk in [DiskBuffers::Guest, DiskBuffers::Own].map(Some) {
+            let found = one(|setup, steps| {
+                steps.retain(Step::holds);
+                Some(Setup { kind, disk, lie, ..setup })
+            });
+            is_found_out(lie, found, &["of a disk", "was changed"]);
+        }
+    }
+}
+
+#[test]
+fn defects_around_the_messages_of_a_vhost_user_iotlb_are_found_out() {
+    let texts = [REACHES, &["detached"]].concat();
+    for lie in [Lie::NoSync, Lie::NoUnmap, Lie::AllPermitted, Lie::NoLeases, Lie::StaysAttached] {
+        let strict = |setup: Setup| setup.config.policy.is_strict().then_some(setup);
+        let found = two(|setup| Some(Setup { kind: Kind::VhostUser, lie, ..strict(setup)? }));
+        is_found_out(lie, found, &texts);
+    }
+}
+
+#[test]
 fn a_detached_device_that_stays_attached_is_found_out() {
-    let texts = ["detached", "outlives the detach"];
+    // Another reason is reported, too.
+    let texts = ["detached", "outlives the detach", " reports "];
     for kind in KINDS {
         is_found_out(Lie::StaysAttached, one_driver_of(kind, Lie::StaysAttached), &texts);
         is_found_out(Lie::StaysAttached, two_drivers_of(kind, Lie::StaysAttached), &texts);

@@ -21,7 +21,11 @@ use ringfence_run::{
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_vhost_user_backend::Bus;
 
-use crate::{history::Sequence, lying::Lie};
+use crate::{
+    disk::{Io, Slow},
+    history::Sequence,
+    lying::Lie,
+};
 
 /// The most bytes of one touch.
 pub(crate) const MOST: usize = 16;
@@ -46,6 +50,8 @@ pub(crate) enum How {
         time: Duration,
         over: Arc<AtomicBool>,
     },
+    /// The same by a disk of the product, which has one such request at a time.
+    Disk(Box<Io>, Duration),
 }
 
 impl Touch {
@@ -91,7 +97,8 @@ impl Probe {
                 let bus = Bus::Iommu(Box::new(view));
                 let (next, holds, roaming) = (None, Vec::new(), None);
                 let leases = lie != Lie::NoLeases;
-                let unit = ProbeUnit { holds, leases, bus, mail, next, wake: bell, roaming };
+                let disks = (lie != Lie::NoDiskLeases, [None, None]);
+                let unit = ProbeUnit { holds, leases, disks, bus, mail, next, wake: bell, roaming };
                 work.insert(number, Box::new(unit));
             })
             .expect("the worker is there");
@@ -151,6 +158,8 @@ pub(crate) struct ProbeUnit {
     // Before the bus, which keeps the memory that they point into.
     holds: Vec<(Held, Over)>,
     leases: bool,
+    /// Whether they take leases, and one that is read and one that is written.
+    disks: (bool, [Option<Slow>; 2]),
     bus: Bus,
     mail: mpsc::Receiver<Batch>,
     next: Option<Batch>,
@@ -160,7 +169,7 @@ pub(crate) struct ProbeUnit {
 
 impl ProbeUnit {
     fn touch(&mut self, touch: &Touch, since: u64) -> Touched {
-        let ProbeUnit { bus, holds, leases, .. } = self;
+        let ProbeUnit { bus, holds, leases, disks, .. } = self;
         let mut bytes = [0; MOST];
         let (addr, len) = (touch.addr, touch.len);
         bus.since(since, || match &touch.how {
@@ -171,6 +180,14 @@ impl ProbeUnit {
                 let held = hold(bus, *leases, addr, *first, *last, until_ns)?;
                 holds.push((held, Over::Flag(Arc::clone(over))));
                 Ok(())
+            }
+            How::Disk(io, time) => {
+                let now_ns = MonotonicClock.now_ns();
+                let until_ns = now_ns + time.as_nanos() as u64;
+                let (leases, disks) = disks;
+                let disk = disks[usize::from(io.out)]
+                    .get_or_insert_with(|| Slow::new(io, bus.memory(), *leases));
+                disk.begin(io, addr, bus, (now_ns, until_ns))
             }
         })?;
         Ok(bytes)
@@ -242,6 +259,9 @@ impl ProbeUnit {
 impl Unit for ProbeUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         let mut busy = self.let_go(now_ns);
+        for disk in self.disks.1.iter_mut().flatten() {
+            busy |= disk.poll(&self.bus, now_ns);
+        }
         while let Some(batch) = self.next.take().or_else(|| self.mail.try_recv().ok()) {
             busy = true;
             if let Err(waits) = self.serve(batch) {
@@ -259,7 +279,8 @@ impl Unit for ProbeUnit {
 
     fn next_due(&self) -> Option<u64> {
         let holds = self.holds.iter().map(|(held, _)| held.until_ns);
-        holds.chain(self.roaming.as_ref().map(|roaming| roaming.rest_until_ns)).min()
+        let disks = self.disks.1.iter().flatten().filter_map(Slow::next_due);
+        holds.chain(disks).chain(self.roaming.as_ref().map(|roaming| roaming.rest_until_ns)).min()
     }
 
     fn arm(&mut self) -> bool {

@@ -4,19 +4,15 @@
 mod batches;
 mod check;
 mod copies;
+mod moving;
 mod steps;
 mod unmaps;
 mod uses;
 
-use std::{
-    collections::BTreeMap,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use proptest::{collection::vec, prelude::*};
+use ringfence_devices::disk::DiskBuffers;
 use ringfence_dma::{
     BounceConfig, BounceLimits, Coherent, Direction, DmaConfig, Environment, FlushTuning, MapError,
     Mapping, Persistent, Policy, PoolBuffer, Segment, StaleIova, TimerKind, Trust,
@@ -38,8 +34,8 @@ use crate::{
     set::{Run, Set, State, runs},
 };
 
-use self::copies::Requested;
-pub(crate) use self::steps::{Meanwhile, Step, direction, policy, setup, step};
+pub(crate) use self::steps::{Meanwhile, Step, direction, kind, policy, setup, step};
+use self::{copies::Requested, moving::Moving};
 
 /// What the program has mapped.
 enum Held {
@@ -47,13 +43,6 @@ enum Held {
     List(Mapping<Vec<Buf>>),
     Coherent(Coherent<Buf>),
     Persistent(Persistent<Buf>),
-}
-
-/// Asynchronous I/O under way: when it is over, these eight bytes have been written once more.
-struct Moving {
-    entry: usize,
-    gpa: u64,
-    over: Arc<AtomicBool>,
 }
 
 /// What is mapped together, and what is unmapped together; with their entries in the set.
@@ -106,6 +95,10 @@ pub(crate) struct Program {
     /// Whether what fails may cost a pool its addresses.
     may_fail: bool,
     moving: Vec<Moving>,
+    /// Where disks have its data.
+    disk: Option<DiskBuffers>,
+    /// Whether a front end refuses accesses by messages.
+    by_messages: bool,
     random: u64,
     fills: u8,
     /// Whether the device may refuse mappings.
@@ -166,6 +159,8 @@ impl Program {
             mappings: Vec::new(),
             watched: Vec::new(),
             moving: Vec::new(),
+            disk: setup.disk,
+            by_messages: setup.kind == rig::Kind::VhostUser,
             random: 1,
             fills: 0,
             limited: setup.is_limited(),
@@ -261,7 +256,8 @@ impl Program {
                 let strictly = matches!(held, Held::Coherent(_) | Held::Persistent(_));
                 drop(held);
                 let failed = self.dma().stats().unmap_failures != failures;
-                self.unmapped(entry, strictly, if failed { Err(()) } else { Ok(Vec::new()) })
+                let lazily = self.is_lazy() && !strictly;
+                self.unmapped(entry, lazily, if failed { Err(()) } else { Ok(Vec::new()) })
             }
             Step::Unwatch { which } => {
                 if !self.watched.is_empty() {
@@ -359,8 +355,9 @@ impl Program {
         if self.rig.is_attached() {
             self.rig.detach()?;
             self.reason = self.rig.detached_reason();
-            if let Some(moving) = self.moving.iter().find(|m| !m.over.load(Ordering::SeqCst)) {
-                return Err(format!("I/O to {:#x} outlives the detach", moving.gpa));
+            self.note_moving(None);
+            if let Some(moving) = self.moving.iter().find(|moving| moving.reaches()) {
+                return Err(format!("{moving} outlives the detach"));
             }
         }
         Ok(())
@@ -371,7 +368,7 @@ impl Program {
             match self.rig.attach() {
                 Ok(()) => self.reason = FaultReason::Mapping,
                 // It has no room for what was mapped meanwhile, and stays detached.
-                Err(_) if self.limited => {}
+                Err(_) if self.limited => self.note_moving(None),
                 Err(what) => return Err(what),
             }
         }
@@ -451,6 +448,7 @@ impl Program {
             return Err(format!("a map failed ({why}) and was not undone"));
         }
         self.set.entries[entry].state = if undone { State::Gone } else { State::Quarantined };
+        self.disclaim();
         Ok(())
     }
 
@@ -519,6 +517,7 @@ impl Program {
         // Rule L30: what was queued was flushed.
         self.flushed(true)?;
         self.rig.end();
+        self.note_moving(None);
         let addresses = self.rig.allocator.stats();
         let live = addresses.allocs - addresses.frees;
         let leaks = pooled && self.may_fail;
@@ -575,6 +574,7 @@ pub(crate) fn plain(policy: Policy) -> Setup {
         leaves_queued: false,
         renews: None,
         bounces: Some((BounceLimits { largest: 4096, max_bytes: 16_384, idle_ms: 1000 }, 32)),
+        disk: None,
         lie: Lie::Nothing,
     }
 }
@@ -594,6 +594,21 @@ fn a_strict_policy_that_follows_a_failed_one_is_strict() {
         let steps = [map.clone(), unmap, fail.clone(), switch(first), switch(second)];
         run(&plain(Policy::LazySq), &steps).unwrap();
     }
+}
+
+#[test]
+fn what_a_batch_began_to_unmap_lazily_is_not_strict_when_the_policy_is() {
+    let list =
+        Step::MapList { buffers: vec![vec![(0, 4096)]], direction: Direction::ToDevice, from: 0 };
+    let steps = [
+        list.clone(),
+        Step::Unmap { which: 0 },
+        list,
+        Step::Complete { which: 0, count: 1, watched: false, at_once: false },
+        Step::Fail { kind: Kind::FlushAll, stage: Stage::Before, nth: 1 },
+        Step::Switch { policy: Policy::Strict },
+    ];
+    run(&plain(Policy::LazySq), &steps).unwrap();
 }
 
 proptest! {

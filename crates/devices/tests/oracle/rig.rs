@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringfence_devices::disk::DiskBuffers;
 use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig, Environment, Trust};
 use ringfence_iommu::{
     Domain, FaultReason, Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
@@ -20,6 +21,7 @@ use ringfence_sync::cpu::OsCpu;
 use ringfence_virtio_iommu::wire::FaultRecord;
 
 use crate::{
+    front::Front,
     history::{History, Recorded},
     lying::{Lie, Lying},
     pages::Pages,
@@ -71,6 +73,8 @@ pub(crate) enum Kind {
     Table,
     /// A device IOTLB, which asks a front end for what it misses.
     Asked,
+    /// That of a vhost-user back end, which does so by messages.
+    VhostUser,
 }
 
 /// How a rig is set up.
@@ -101,6 +105,8 @@ pub(crate) struct Setup {
     pub(crate) renews: Option<(u64, u64)>,
     /// The limits of its bounce pools, and pages of memory for them; `None` for no pools.
     pub(crate) bounces: Option<(BounceLimits, usize)>,
+    /// Where disks have the data of asynchronous I/O; `None`: that is of no disk.
+    pub(crate) disk: Option<DiskBuffers>,
     pub(crate) lie: Lie,
 }
 
@@ -125,6 +131,8 @@ pub(crate) struct Rig {
     /// One on each worker.
     pub(crate) probes: Vec<Probe>,
     pub(crate) probe_unit: u32,
+    /// The ID of their endpoint.
+    pub(crate) endpoint: u32,
     source: Source,
     attached: bool,
     lie: Lie,
@@ -137,8 +145,6 @@ impl Rig {
         let notify = setup.notify;
         let workers: Arc<[Worker]> =
             (0..2).map(|n| Worker::spawn(&format!("worker-{n}"), notify).unwrap()).collect();
-        let shootdown = Shootdown::new(workers.len());
-        let endpoint = Endpoint::new(ENDPOINT, Arc::clone(&shootdown), Binding::Blocked);
         let page_sizes = PageSizes::from_granule(setup.granule).unwrap();
         let reserved = ReservedRegion { range: RESERVED, kind: ReservedKind::Reserved };
         let geometry =
@@ -146,6 +152,9 @@ impl Rig {
         let limits = Limits { table_bytes: setup.table_bytes, mappings: setup.mappings };
         let ram = GuestRam::new(2 << 20, GPA).unwrap();
         let memory = Memory::of_ram(&ram).unwrap();
+        let probe_unit = if setup.probe_first { IOMMU_UNIT - 1 } else { IOMMU_UNIT + 1 };
+        let endpoint = Endpoint::new(ENDPOINT, Shootdown::new(workers.len()), Binding::Blocked);
+        let mut served = None;
         let (mut source, domain) = match setup.kind {
             Kind::Viommu | Kind::LazyViommu => {
                 let (viommu, domain) =
@@ -160,12 +169,21 @@ impl Rig {
                 let (here, domain) = Here::asked(&endpoint, geometry, limits, setup.entries);
                 (Source::Here(here), domain)
             }
+            Kind::VhostUser => {
+                let limited = (geometry, limits);
+                let (front, probes, endpoint) =
+                    Front::connect(limited, setup, &workers, probe_unit, &ram);
+                let (here, domain) = Here::of(front, &endpoint);
+                served = Some((probes, endpoint.id()));
+                (Source::Here(here), domain)
+            }
         };
         source.attach().unwrap();
-        let probe_unit = if setup.probe_first { IOMMU_UNIT - 1 } else { IOMMU_UNIT + 1 };
         let lie = setup.lie;
-        let probes =
-            workers.iter().map(|w| Probe::start(w, probe_unit, &endpoint, &memory, lie)).collect();
+        let (probes, endpoint) = served.unwrap_or_else(|| {
+            let start = |w| Probe::start(w, probe_unit, &endpoint, &memory, lie);
+            (workers.iter().map(start).collect(), ENDPOINT)
+        });
         let pages = Pages::carve(&ram, PAGES);
         let history = History::default();
         let stack = Lying::new(domain, setup.lie);
@@ -199,6 +217,7 @@ impl Rig {
             pages,
             probes,
             probe_unit,
+            endpoint,
             source,
             attached: true,
             lie,

@@ -117,6 +117,12 @@ impl Set {
         verdict
     }
 
+    /// Whether the byte at `addr` is mapped, and not for this access.
+    pub(crate) fn is_for_another(&self, addr: u64, write: bool) -> bool {
+        matches!(self.verdict(addr, write), Verdict::Never)
+            && !matches!(self.verdict(addr, !write), Verdict::Never)
+    }
+
     /// Adds a mapping; its number.
     ///
     /// # Errors

@@ -158,9 +158,15 @@ impl Here {
         limits: Limits,
         entries: u64,
     ) -> (Here, Translates) {
-        let front = Front::start(geometry, limits, endpoint.shootdown(), entries);
+        let (front, binding) = Front::start(geometry, limits, endpoint.shootdown(), entries);
         let here = Here::new(endpoint, Arc::clone(front.table()), Some(Arc::clone(&front)));
-        here.bind_to(Binding::Iotlb(Arc::clone(front.iotlb())));
+        here.bind_to(binding);
+        (here, front)
+    }
+
+    /// What has this front end, and an IOTLB that the endpoint is bound to already.
+    pub(crate) fn of(front: Arc<Front>, endpoint: &Arc<Endpoint>) -> (Here, Translates) {
+        let here = Here::new(endpoint, Arc::clone(front.table()), Some(Arc::clone(&front)));
         (here, front)
     }
 
@@ -178,9 +184,6 @@ impl Here {
 
     fn end(&mut self) {
         self.bind_to(Binding::Blocked);
-        if let Some(front) = &self.front {
-            front.end();
-        }
     }
 }
 

@@ -665,6 +665,7 @@ fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String
 prop_compose! {
     pub(crate) fn setup()(
         setup in program::setup(),
+        kind in program::kind(4),
         ms in 1..5u64,
         renews in prop_oneof![1 => Just(None), 1 => (1..2000u64, 0..200u64).prop_map(Some)],
     ) -> Setup {
@@ -679,7 +680,7 @@ prop_compose! {
             max_segment: setup.config.max_segment & !(PAGE - 1),
             ..setup.config
         };
-        Setup { config, renews, ..setup }
+        Setup { config, kind, renews, ..setup }
     }
 }
 

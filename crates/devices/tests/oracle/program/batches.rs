@@ -98,6 +98,10 @@ impl Program {
             let Some((at, _)) = lists.nth(which % lists_there) else { break };
             let (entry, Held::List(mapping)) = self.mappings.swap_remove(at) else { break };
             let strictly = !self.is_lazy();
+            if !strictly {
+                // Its addresses may be free before it is handed out.
+                self.let_disks_end(entry);
+            }
             let unmaps = &mut self.batches().unmaps;
             let pushed = match watched {
                 true => unmaps.push_watched(mapping, Going { entry, strictly }),
@@ -133,9 +137,9 @@ impl Program {
             match returned {
                 Ok(Returned { buffer, stale }) => {
                     self.watched.extend(stale.map(|stale| (entry, stale)));
-                    self.unmapped(entry, strictly, Ok(buffer))?;
+                    self.unmapped(entry, !strictly, Ok(buffer))?;
                 }
-                Err(_) => self.unmapped(entry, strictly, Err(()))?,
+                Err(_) => self.unmapped(entry, !strictly, Err(()))?,
             }
         }
         Ok(())

@@ -8,7 +8,7 @@ use ringfence_mem::AccessError;
 use super::Program;
 use crate::{
     probe::{How, Touch, Touched},
-    rig::{ENDPOINT, RESERVED},
+    rig::RESERVED,
     set::{State, Verdict},
 };
 
@@ -26,10 +26,15 @@ impl Program {
         let mut memory = vec![0; self.shadow.bytes.len()];
         self.rig.pages.window().read(0, &mut memory);
         let base = self.rig.pages.gpa();
-        for moving in &self.moving {
+        for (moving, under_way) in self.moving.iter().zip(&under_way) {
             // Overwritten once more at some time: any content is right.
-            let at = (moving.gpa - base) as usize;
-            self.shadow.bytes[at..at + 8].copy_from_slice(&memory[at..at + 8]);
+            let at = (moving.gpa - base) as usize..(moving.gpa - base + moving.len) as usize;
+            if !under_way {
+                self.check_moved(moving, &memory[at.clone()])?;
+            }
+            if self.may_move(moving) {
+                self.shadow.bytes[at.clone()].copy_from_slice(&memory[at]);
+            }
         }
         let mut still = under_way.iter();
         self.moving.retain(|_| *still.next().unwrap_or(&false));
@@ -42,7 +47,8 @@ impl Program {
 
     /// Whether the byte at `gpa` may change at any time.
     fn moves(&self, gpa: u64) -> bool {
-        self.moving.iter().any(|moving| (moving.gpa..moving.gpa + 8).contains(&gpa))
+        let mut here = self.moving.iter().filter(|m| (m.gpa..m.gpa + m.len).contains(&gpa));
+        here.any(|moving| self.may_move(moving))
     }
 
     /// Has the device try everything of interest, from both workers.
@@ -88,7 +94,9 @@ impl Program {
     fn touches(&mut self) -> Vec<Touch> {
         let mut all = Vec::new();
         let mask = self.granule - 1;
-        let recent = self.set.entries.len().saturating_sub(12);
+        // Each refusal is a message.
+        let few = self.by_messages;
+        let recent = self.set.entries.len().saturating_sub(if few { 3 } else { 12 });
         let mut edges = Vec::new();
         for (number, entry) in self.set.entries.iter().enumerate() {
             if entry.state == State::Live {
@@ -127,17 +135,28 @@ impl Program {
             let how = How::Write(self.draw().to_le_bytes());
             all.push(Touch { addr: middle + self.draw() % (slot.len / 2 - 8), len: 8, how });
         }
-        for addr in [0, RESERVED.first().0, RESERVED.last().0, MSI, u64::MAX] {
+        let everywhere = !few || self.draw().is_multiple_of(8);
+        for addr in [0, RESERVED.first().0, RESERVED.last().0, MSI, u64::MAX]
+            .into_iter()
+            .filter(|_| everywhere)
+        {
             all.push(read(addr, 1));
             all.push(Touch { addr, len: 1, how: How::Write([1; 8]) });
         }
-        for _ in 0..4 {
+        for _ in 0..if everywhere { 4 } else { 0 } {
             let draw = self.draw();
             let near = match draw & 1 << 62 {
                 0 => draw % (4 << 20),
                 _ => u64::MAX - draw % (4 << 20),
             };
             all.push(read(if draw & 1 << 61 == 0 { near } else { draw }, 1));
+        }
+        if few {
+            // No message refuses one access to what is mapped for another: it takes time, and few are tried.
+            all.retain(|touch| {
+                self.draw().is_multiple_of(64)
+                    || !self.set.is_for_another(touch.addr, touch.writes())
+            });
         }
         all
     }
@@ -234,7 +253,7 @@ impl Program {
             let access = if write { Prot::WRITE } else { Prot::READ };
             let right = record.address.map(|addr| addr.0) == Some(addr)
                 && record.access == access
-                && record.endpoint == ENDPOINT
+                && record.endpoint == self.rig.endpoint
                 && record.reason == self.reason;
             if !right {
                 return Err(format!("{record:?} reports {access:?} at {addr:#x}"));

@@ -1,6 +1,7 @@
 //! What programs are made of.
 
 use proptest::{collection::vec, prelude::*};
+use ringfence_devices::disk::DiskBuffers;
 use ringfence_dma::{
     BounceConfig, BounceLimits, Detector, Direction, Distrust, DmaConfig, FlushTuning, Policy,
     QueueKind, TimerKind, Trust, Written,
@@ -137,6 +138,12 @@ pub(crate) enum Step {
 }
 
 impl Step {
+    /// Whether it maps, or unmaps or detaches what asynchronous I/O is under way to.
+    pub(crate) fn holds(&self) -> bool {
+        let holds = matches!(self, Step::Hold { then: Some(_), .. });
+        holds || matches!(self, Step::Map { .. } | Step::Coherent { .. } | Step::Persistent { .. })
+    }
+
     pub(crate) fn detaches(&self) -> bool {
         let then = matches!(self, Step::Hold { then: Some(Meanwhile::Detach), .. });
         then || matches!(self, Step::Detach | Step::Renew)
@@ -278,17 +285,19 @@ prop_compose! {
     }
 }
 
-/// `ORACLE_KIND` picks one of them.
-fn kind() -> impl Strategy<Value = Translation> {
+/// `ORACLE_KIND` picks one of them; else few go by messages, the fewer the larger `most`.
+pub(crate) fn kind(most: u32) -> impl Strategy<Value = Translation> {
     let kinds = [
-        ("virtio-iommu", Translation::Viommu),
-        ("lazy", Translation::LazyViommu),
-        ("table", Translation::Table),
-        ("iotlb", Translation::Asked),
+        (most, "virtio-iommu", Translation::Viommu),
+        (most, "lazy", Translation::LazyViommu),
+        (most, "table", Translation::Table),
+        (most, "iotlb", Translation::Asked),
+        (4, "vhost-user", Translation::VhostUser),
     ];
     let only = std::env::var("ORACLE_KIND").ok();
-    let kinds = kinds.into_iter().filter(|(name, _)| only.as_deref().is_none_or(|o| o == *name));
-    prop::sample::select(kinds.map(|(_, kind)| kind).collect::<Vec<_>>())
+    let kinds = kinds.into_iter().filter(|(_, name, _)| only.as_deref().is_none_or(|o| o == *name));
+    let kinds = kinds.map(|(weight, _, kind)| (weight, Just(kind))).collect();
+    prop::strategy::Union::new_weighted(kinds)
 }
 
 prop_compose! {
@@ -319,12 +328,18 @@ prop_compose! {
         notify in prop_oneof![2 => Just(Notify::Adaptive), 1 => Just(Notify::Sleep)],
         ring_size in prop_oneof![Just(8u16), Just(64)],
         probe_first in any::<bool>(),
-        kind in kind(),
+        // Each access that is refused takes turns of three threads there.
+        kind in kind(100),
         // All that is mapped fits, or not even the data.
         space in prop_oneof![3 => Just(1u64 << 20), 1 => Just(1 << 18)],
         // An access needs two at once, and a random one is evicted: of fewer, it may wait for too long.
         entries in prop_oneof![1 => Just(1u64 << 16), 1 => 4..20u64],
         leaves_queued in any::<bool>(),
+        disk in prop_oneof![
+            2 => Just(None),
+            1 => Just(Some(DiskBuffers::Guest)),
+            1 => Just(Some(DiskBuffers::Own))
+        ],
     ) -> Setup {
         let config = DmaConfig {
             flush: Some(FlushTuning { kind: policy.queue_kind().unwrap_or_default(), ..tuning }),
@@ -342,7 +357,7 @@ prop_compose! {
         let lie = Lie::Nothing;
         Setup {
             config, granule, addresses, at_the_top, mappings, table_bytes, notify, ring_size, probe_first, kind,
-            space, entries, leaves_queued, bounces, lie, renews: None,
+            space, entries, leaves_queued, bounces, disk, lie, renews: None,
         }
     }
 }

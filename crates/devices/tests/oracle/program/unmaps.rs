@@ -1,7 +1,5 @@
 //! The steps of a program that unmap, one at a time.
 
-use std::sync::atomic::Ordering;
-
 use super::{Held, Program};
 use crate::{pages::Buf, set::State};
 
@@ -16,19 +14,19 @@ impl Program {
         match held {
             Held::One(mapping) => {
                 let result = mapping.unmap().map(|buffer| vec![buffer]).map_err(|_| ());
-                self.unmapped(entry, false, result)
+                self.unmapped(entry, self.is_lazy(), result)
             }
             Held::List(mapping) => {
                 let result = mapping.unmap().map_err(|_| ());
-                self.unmapped(entry, false, result)
+                self.unmapped(entry, self.is_lazy(), result)
             }
             Held::Coherent(memory) => {
                 let result = memory.free().map(|buffer| vec![buffer]).map_err(|_| ());
-                self.unmapped(entry, true, result)
+                self.unmapped(entry, false, result)
             }
             Held::Persistent(mapping) => {
                 let result = mapping.unmap().map(|buffer| vec![buffer]).map_err(|_| ());
-                self.unmapped(entry, true, result)
+                self.unmapped(entry, false, result)
             }
         }
     }
@@ -49,17 +47,17 @@ impl Program {
             Ok((buffers, stale)) => {
                 self.set.entries[entry].watched = true;
                 self.watched.push((entry, stale));
-                self.unmapped(entry, false, Ok(buffers))
+                self.unmapped(entry, self.is_lazy(), Ok(buffers))
             }
-            Err(()) => self.unmapped(entry, false, Err(())),
+            Err(()) => self.unmapped(entry, self.is_lazy(), Err(())),
         }
     }
 
-    /// An unmap has returned: with the buffers, or with none.
+    /// An unmap has returned: with the buffers, or with none. It was lazy, or strict.
     pub(super) fn unmapped(
         &mut self,
         entry: usize,
-        strictly: bool,
+        lazily: bool,
         result: Result<Vec<Buf>, ()>,
     ) -> Result<(), String> {
         if self.end_copy(entry, false) {
@@ -69,13 +67,15 @@ impl Program {
                 return Err("a copy could not be unmapped".to_owned());
             }
         }
-        let lazily = self.is_lazy() && !strictly;
         let state = match &result {
             Err(()) => State::Quarantined,
             Ok(_) if lazily => State::Stale,
             Ok(_) => State::Gone,
         };
         self.set.entries[entry].state = state;
+        if state != State::Gone {
+            self.disclaim();
+        }
         if state == State::Gone {
             // Rule L17.
             if !self.rig.history.closed(&self.set.entries[entry].pieces) {
@@ -91,13 +91,16 @@ impl Program {
                 self.shadow.bytes[(at - gpa) as usize..][..len].fill(self.fills);
             });
         }
+        self.let_disks_end(entry);
         self.settle()
     }
 
     /// Asynchronous I/O does not outlive what it is to.
-    pub(super) fn is_gone(&self, entry: usize) -> Result<(), String> {
-        match self.moving.iter().find(|m| m.entry == entry && !m.over.load(Ordering::SeqCst)) {
-            Some(moving) => Err(format!("I/O to {:#x} outlives its mapping", moving.gpa)),
+    pub(super) fn is_gone(&mut self, entry: usize) -> Result<(), String> {
+        self.note_moving(Some(entry));
+        let mut moving = self.moving.iter().filter(|moving| moving.entry == entry);
+        match moving.find(|moving| moving.reaches()) {
+            Some(moving) => Err(format!("{moving} outlives its mapping")),
             None => Ok(()),
         }
     }
