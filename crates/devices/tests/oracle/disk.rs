@@ -24,6 +24,7 @@ use ringfence_virtq::{
 };
 use rustix::{
     fs::{OFlags, fcntl_getfl, fcntl_setfl},
+    io::ioctl_fionread,
     pipe::{PipeFlags, fcntl_setpipe_size, pipe_with},
 };
 
@@ -177,6 +178,10 @@ impl Slow {
                 let mut sector = [0; SECTOR as usize];
                 *io.written.lock() = self.test.read_exact(&mut sector).ok().map(|()| sector);
                 self.fill(&io);
+            } else {
+                // Of one that was refused a part of its data, the rest.
+                let left = ioctl_fionread(&self.device).unwrap();
+                self.device.read_exact(&mut vec![0; left as usize]).unwrap();
             }
             io.over.store(true, Ordering::SeqCst);
         }
