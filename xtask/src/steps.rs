@@ -355,12 +355,17 @@ fn published() -> Result<()> {
     ensure!(!names.is_empty(), "no package is published");
     let arguments = [&["package", "--offline", "--quiet"], &*names].concat();
     // From nothing: cargo takes a package of a version for the same as one that it has built before.
-    let target = root().join("target/packages");
-    if target.exists() {
+    let target = target("packages")?;
+    if Path::new(&target).exists() {
         std::fs::remove_dir_all(&target)?;
     }
-    let target = target.to_str().context("the path of the workspace is not UTF-8")?;
-    cargo(&arguments, &[("CARGO_TARGET_DIR", target)])
+    cargo(&arguments, &[("CARGO_TARGET_DIR", &target)])
+}
+
+/// A directory of a step's own in which cargo builds.
+fn target(name: &str) -> Result<String> {
+    let path = root().join("target").join(name).into_os_string().into_string();
+    path.ok().context("the path of the workspace is not UTF-8")
 }
 
 /// The pages of the published crates as docs.rs builds them: by a nightly compiler, with the features
@@ -373,10 +378,8 @@ fn docs_rs() -> Result<()> {
     let published = packages.iter().filter(|package| package.is_published());
     let mut arguments = vec!["+nightly", "doc", "--lib", "--no-deps", "--all-features"];
     arguments.extend(published.flat_map(|package| ["--package", &package.name]));
-    let target = root().join("target/docs.rs");
-    let target = target.to_str().context("the path of the workspace is not UTF-8")?;
-    let flags = "--cfg docsrs -D warnings";
-    let environment = [("DOCS_RS", "1"), ("RUSTDOCFLAGS", flags), ("CARGO_TARGET_DIR", target)];
+    let (target, flags) = (target("docs.rs")?, "--cfg docsrs -D warnings");
+    let environment = [("DOCS_RS", "1"), ("RUSTDOCFLAGS", flags), ("CARGO_TARGET_DIR", &target)];
     cargo(&arguments, &environment)
 }
 

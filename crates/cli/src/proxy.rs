@@ -109,11 +109,7 @@ impl Service for Serving {
         blk::figures(page, &[(String::new(), &*self.options.figures)]);
         serve::iotlb_figures(page, &self.options.figures.iotlb.totals());
         let (now, most) = self.connector.pool_bytes();
-        page.one(
-            "proxy_pool_bytes",
-            "Bytes of memory that the back ends of connected front ends have.",
-            now,
-        );
-        page.one("proxy_pool_limit_bytes", "Bytes of memory that these can have.", most);
+        page.one("proxy_pool_bytes", "Bytes of memory that the back end has.", now);
+        page.one("proxy_pool_limit_bytes", "The most that it can have.", most);
     }
 }

@@ -39,8 +39,8 @@ const AT_MOST_ONE_IN: Duration = Duration::from_millis(1);
 pub struct Connector {
     orders: Sender<Order>,
     bell: Arc<OwnedFd>,
-    /// The memory of each connection's back end.
-    pools: Mutex<Vec<Weak<GuestRam>>>,
+    /// The memory of the back end, while there is a connection.
+    pool: Mutex<Weak<GuestRam>>,
 }
 
 /// What a connection to a back end begins with: its socket, the proxy's end of the back end's
@@ -92,23 +92,19 @@ impl Connector {
             ringfence_sandbox::confine(ringfence_sandbox::Role::Connector);
             ear.run(&received, rung.as_fd());
         })?;
-        Ok(Connector { orders, bell, pools: Mutex::default() })
+        Ok(Connector { orders, bell, pool: Mutex::default() })
     }
 
-    /// How many bytes of memory the back ends of connected front ends have now, and how many they can
-    /// have at most.
+    /// How many bytes of memory the back end has now, and how many it can have at most; both are 0
+    /// without a connection.
     pub fn pool_bytes(&self) -> (u64, u64) {
-        let pools: Vec<Arc<GuestRam>> =
-            self.pools.lock().iter().filter_map(Weak::upgrade).collect();
-        let sum = |of: fn(&Arc<GuestRam>) -> u64| pools.iter().map(of).sum();
-        (sum(|pool| pool.resident().unwrap_or(0)), sum(|pool| pool.len() as u64))
+        let pool = self.pool.lock().upgrade();
+        pool.map_or((0, 0), |pool| (pool.resident().unwrap_or(0), pool.len() as u64))
     }
 
-    /// Counts this memory among that of back ends, while it is there.
+    /// The memory of the back end from now on, while it is there.
     pub(super) fn counts(&self, pool: &Arc<GuestRam>) {
-        let mut pools = self.pools.lock();
-        pools.retain(|pool| pool.strong_count() > 0);
-        pools.push(Arc::downgrade(pool));
+        *self.pool.lock() = Arc::downgrade(pool);
     }
 
     fn order(&self, order: Order) {

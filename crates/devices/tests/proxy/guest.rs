@@ -25,7 +25,6 @@ use ringfence_vhost_user::{
 };
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM,
-    device::RingConfig,
     driver::{Queue, QueueConfig, Rings},
 };
 
@@ -130,7 +129,7 @@ impl Guest {
         let mut guest = Guest::apart(features, seed);
         guest.connect(connector, options);
         guest.announce();
-        guest.start(RingConfig::start(guest.config.packed));
+        guest.start(guest.position());
         guest
     }
 

@@ -4,7 +4,7 @@
 //! Each byte of its buffers' memory is judged, and each page of that which was written to is in the log.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::AsFd,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -18,7 +18,6 @@ use ringfence_vhost_user::{
     F_LOG_ALL, F_PROTOCOL_FEATURES, Iotlb,
     msg::{Inflight, Request},
 };
-use ringfence_virtq::device::RingConfig;
 
 use crate::{
     F_EVENT_IDX, F_INDIRECT, F_PACKED, Far, RING_BYTES, Script,
@@ -93,18 +92,13 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-struct Log {
-    pages: SharedFile,
-    _file: OwnedFd,
-}
-
 struct Vmm {
     far: Far,
     connector: Arc<Connector>,
     setup: Setup,
     guest: Guest,
     record: Option<(Inflight, PeerFd)>,
-    log: Option<Log>,
+    log: Option<SharedFile>,
     /// Whether there may be chains in flight that an earlier process had taken.
     again: bool,
     /// The pages in the second region, while that is away.
@@ -121,7 +115,7 @@ impl Vmm {
         vmm.connect();
         vmm.new_record();
         vmm.guest.announce();
-        vmm.guest.start(RingConfig::start(setup.front & 1 << F_PACKED != 0));
+        vmm.guest.start(vmm.guest.position());
         vmm
     }
 
@@ -174,7 +168,7 @@ impl Vmm {
                 self.end_log();
                 self.guest.reset();
                 self.new_record();
-                self.guest.start(RingConfig::start(self.setup.front & 1 << F_PACKED != 0));
+                self.guest.start(self.guest.position());
             }
             Step::HangUp => self.hang_up(),
             Step::Memory => self.change_memory(),
@@ -260,12 +254,12 @@ impl Vmm {
 
     /// Two pages change places, one of which a chain in flight is to have.
     fn remap(&mut self) {
-        let Some(busy) = self.guest.untouched() else { return };
-        let at = self.guest.random(self.guest.free.len().max(1));
-        let Some(&free) = self.guest.free.get(at) else { return };
         if !self.setup.translated {
             return;
         }
+        let Some(busy) = self.guest.untouched() else { return };
+        let at = self.guest.random(self.guest.free.len().max(1));
+        let Some(&free) = self.guest.free.get(at) else { return };
         let mut table = self.guest.table.lock();
         let places = [busy, free].map(|page| table[page].take());
         drop(table);
@@ -293,7 +287,7 @@ impl Vmm {
         self.guest.main().request(place, &[file.as_fd()]).unwrap();
         self.set_log(true);
         self.guest.is_logged();
-        self.log = Some(Log { pages: log, _file: file });
+        self.log = Some(log);
     }
 
     fn end_log(&mut self) {
@@ -307,11 +301,11 @@ impl Vmm {
 
     fn check_log(&mut self) {
         let written = std::mem::take(&mut self.guest.written);
-        let Some(Log { pages, .. }) = &self.log else { return };
+        let Some(log) = &self.log else { return };
         let first = self.guest.ram.gpa() / PAGE + RING_PAGES as u64;
         for page in written {
             let at = first as usize + page;
-            let byte = pages.u8_at(at / 8).load(Ordering::Relaxed);
+            let byte = log.u8_at(at / 8).load(Ordering::Relaxed);
             assert!(
                 byte & (1 << (at % 8)) != 0,
                 "page {page} was written to and is not in the log"

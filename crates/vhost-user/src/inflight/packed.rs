@@ -301,6 +301,7 @@ impl PackedInflight {
         self.part.put16(OLD_FREE_HEAD, self.free_head);
         Self::put_used(&self.part, self.used, self.used);
     }
+
     /// Forgets the buffer of this entry, which was taken last of those that are in flight, and is put
     /// back into the ring. Only while nothing is completed and not [published](Self::publish).
     pub fn forget(&mut self, slot: u16) {
