@@ -63,6 +63,9 @@ impl Touch {
 /// The result of an access: the bytes that were read.
 pub(crate) type Touched = Result<[u8; MOST], AccessError>;
 
+/// How often a probe that waits for a translation looks for it, in ns.
+const LOOK_NS: u64 = 100_000;
+
 struct Batch {
     touches: Vec<Touch>,
     /// The results of the first of them.
@@ -95,10 +98,12 @@ impl Probe {
             .call(move |work: &mut Work| {
                 let view = View::new(endpoint, memory).expect("room for another view");
                 let bus = Bus::Iommu(Box::new(view));
-                let (next, holds, roaming) = (None, Vec::new(), None);
+                let (next, holds, looks_ns, roaming) = (None, Vec::new(), None, None);
                 let leases = lie != Lie::NoLeases;
                 let disks = (lie != Lie::NoDiskLeases, [None, None]);
-                let unit = ProbeUnit { holds, leases, disks, bus, mail, next, wake: bell, roaming };
+                let wake = bell;
+                let unit =
+                    ProbeUnit { holds, leases, disks, bus, mail, next, wake, looks_ns, roaming };
                 work.insert(number, Box::new(unit));
             })
             .expect("the worker is there");
@@ -164,6 +169,8 @@ pub(crate) struct ProbeUnit {
     mail: mpsc::Receiver<Batch>,
     next: Option<Batch>,
     wake: Arc<OwnedFd>,
+    /// When it looks again whether what an access waits for is there.
+    looks_ns: Option<u64>,
     pub(crate) roaming: Option<Roaming>,
 }
 
@@ -259,18 +266,22 @@ impl ProbeUnit {
 impl Unit for ProbeUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         let mut busy = self.let_go(now_ns);
+        self.looks_ns = None;
         for disk in self.disks.1.iter_mut().flatten() {
             busy |= disk.poll(&self.bus, now_ns);
         }
         while let Some(batch) = self.next.take().or_else(|| self.mail.try_recv().ok()) {
-            busy = true;
             if let Err(waits) = self.serve(batch) {
                 // It goes on after a quiet point, which sends the miss.
                 self.next = Some(waits);
                 break;
             }
+            busy = true;
         }
-        busy | self.roam(now_ns)
+        busy |= self.roam(now_ns);
+        // Whoever answers a miss may need this CPU.
+        self.looks_ns = self.waits().then_some(now_ns + LOOK_NS);
+        busy
     }
 
     fn quiet(&mut self) {
@@ -280,14 +291,19 @@ impl Unit for ProbeUnit {
     fn next_due(&self) -> Option<u64> {
         let holds = self.holds.iter().map(|(held, _)| held.until_ns);
         let disks = self.disks.1.iter().flatten().filter_map(Slow::next_due);
-        holds.chain(disks).chain(self.roaming.as_ref().map(|roaming| roaming.rest_until_ns)).min()
+        let rests = self.roaming.as_ref().map(|roaming| roaming.rest_until_ns);
+        holds
+            .chain(disks)
+            .chain(rests.filter(|_| self.looks_ns.is_none()))
+            .chain(self.looks_ns)
+            .min()
     }
 
     fn arm(&mut self) -> bool {
         if self.next.is_none() {
             self.next = self.mail.try_recv().ok();
         }
-        self.next.is_some()
+        self.next.as_ref().is_some_and(|batch| batch.since.is_none())
     }
 
     fn disarm(&mut self) {}
@@ -416,8 +432,9 @@ impl ProbeUnit {
                 roaming.rest_until_ns = now_ns + roaming.draw() % 200_000;
             }
         }
+        let waits = roaming.waits.is_some();
         self.roaming = Some(roaming);
-        !rests
+        !rests && !waits
     }
 
     /// One access; false if it waits for its translation.
