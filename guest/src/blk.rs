@@ -52,7 +52,7 @@ impl Disk {
     /// Starts the device; rings and headers lie in `ram`, which it can reach.
     pub(crate) fn start(device: &Device, ram: Arc<GuestRam>) -> Result<Disk> {
         let registers = Registers::find(device)?;
-        registers.begin(1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM)?;
+        registers.begin(F_VERSION_1 | F_ACCESS_PLATFORM)?;
         let at = layout::offsets(SIZE);
         let base = ram.carve(at.len, 4096)?;
         let mut queue =

@@ -79,10 +79,10 @@ impl Disk {
                 "the disk at {at} offers no ACCESS_PLATFORM: it is behind no IOMMU"
             )));
         }
-        if offered & 1 << F_VERSION_1 == 0 {
+        if offered & F_VERSION_1 == 0 {
             return Err(broken(format!("the disk at {at} does not offer VERSION_1")));
         }
-        let features = 1 << F_VERSION_1 | F_ACCESS_PLATFORM | offered & F_PROTOCOL_FEATURES;
+        let features = F_VERSION_1 | F_ACCESS_PLATFORM | offered & F_PROTOCOL_FEATURES;
         front.set_features(features).map_err(broken)?;
         front.set_mem_table(&[(self.ram.region(), self.ram.fd())]).map_err(broken)?;
         self.front = Some(front);

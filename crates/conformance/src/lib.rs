@@ -99,7 +99,7 @@ impl VhostSubject {
     pub fn open(target: Target) -> Result<VhostSubject, Failed> {
         let (mut front, offered) = connect(&target)?;
         let mut config = [0; CONFIG_LEN];
-        front.set_features(offered & F_PROTOCOL_FEATURES | 1 << F_VERSION_1).map_err(broken)?;
+        front.set_features(offered & F_PROTOCOL_FEATURES | F_VERSION_1).map_err(broken)?;
         front.config(0, &mut config).map_err(|error| {
             broken(format!("its configuration cannot be read, is it an IOMMU? {error}"))
         })?;
@@ -189,7 +189,7 @@ impl VhostSubject {
                 self.front.insert(front)
             }
         };
-        let transport = 1 << F_VERSION_1 | self.offered & F_PROTOCOL_FEATURES;
+        let transport = F_VERSION_1 | self.offered & F_PROTOCOL_FEATURES;
         front.set_features(features | transport).map_err(broken)?;
         front.set_mem_table(&[(self.ram.region(), self.ram.fd())]).map_err(broken)?;
         let user = self.ram.user_addr();
@@ -285,7 +285,7 @@ fn connect(target: &Target) -> Result<(Frontend, u64), Failed> {
         let why = format!("the device at {at} offers no protocol features: no configuration");
         return Err(broken(why));
     }
-    if offered & 1 << F_VERSION_1 == 0 {
+    if offered & F_VERSION_1 == 0 {
         return Err(broken(format!("the device at {at} does not offer VERSION_1")));
     }
     let mut wanted = front.protocol_features().map_err(broken)?

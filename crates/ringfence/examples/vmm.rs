@@ -29,7 +29,7 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     // The guest's driver reads the configuration, accepts features and sets up a queue.
     let (config, (ring, at, size)) = (iommu.local().device().config(), (0x1_0000, 0x2_0000, 64));
     let (config, features) = (IommuConfig::parse(&config)?, negotiate(iommu.local().features()));
-    iommu.local().ack_features(features.bits() | 1 << F_VERSION_1)?;
+    iommu.local().ack_features(features.bits() | F_VERSION_1)?;
     let (kick, bus) = (EventFd::new(EFD_NONBLOCK)?, GuestBus::new(memory.memory())?);
     let front = Rings::in_window(&bus.window(ring, 0x1000, Access::ReadWrite)?, size)?;
     let (front, bell) = (Queue::new(size, front, false)?, Arc::new(Guest(kick.try_clone()?)));

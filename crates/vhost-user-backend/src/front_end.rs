@@ -67,14 +67,14 @@ impl FrontEnd {
     }
 
     /// Whether this feature was negotiated.
-    pub fn has(&self, feature: u32) -> bool {
-        self.features & (1 << feature) != 0
+    pub fn has(&self, feature: u64) -> bool {
+        self.features & feature != 0
     }
 
     /// Sets the features; true if that changes the meaning of addresses.
     pub fn set_features(&mut self, features: u64) -> bool {
         let before = std::mem::replace(&mut self.features, features);
-        (before ^ features) & (1 << F_ACCESS_PLATFORM) != 0
+        (before ^ features) & F_ACCESS_PLATFORM != 0
     }
 
     /// The current memory.

@@ -60,7 +60,7 @@ pub trait RawDevice {
     /// Its rings on a worker.
     type Rings: Rings;
 
-    /// The front end is served by this connection from now on.
+    /// The front end's connection is served from now on.
     fn connected(&mut self, connection: &Shutdown) {}
     /// Its name in messages.
     fn name(&self) -> Arc<str>;
@@ -75,13 +75,13 @@ pub trait RawDevice {
     }
     /// Where its IOTLB's counters are summed.
     fn tally(&self) -> &IotlbTally;
-    /// The features that it offers besides those of rings.
+    /// The features that it offers besides those of rings, as a mask.
     fn features(&self) -> u64;
     /// As [`Handler::tolerated`].
     fn tolerated(&self) -> u64 {
         0
     }
-    /// The features of rings that it does not offer.
+    /// The features of rings that it does not offer, as a mask.
     fn withheld(&self) -> u64 {
         0
     }
@@ -92,7 +92,7 @@ pub trait RawDevice {
     }
     /// How many rings it has.
     fn queues(&self) -> u16;
-    /// What GET_QUEUE_NUM replies: some back ends of networks count pairs of rings.
+    /// The reply to GET_QUEUE_NUM: some back ends of networks count pairs of rings.
     fn queue_num(&self) -> u16 {
         self.queues()
     }
@@ -130,7 +130,7 @@ pub trait RawDevice {
     /// # Errors
     /// As [`Handler::stop_ring`].
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError>;
-    /// The front end enables or disables a ring, besides its [`Rings`].
+    /// The front end enables or disables a ring; called before [`Rings::enable`].
     ///
     /// # Errors
     /// It cannot be done.
@@ -174,8 +174,8 @@ pub trait RawDevice {
     fn refused(&self, request: u32, why: &HandlerError) {
         tracing::debug!(source = %self.name(), "{} was refused: {why}", code::name(request));
     }
-    /// The bells that wake its workers when a translation comes, if several updates are to wake one
-    /// once.
+    /// The bells that wake its workers when a translation comes, so that several updates wake a
+    /// worker once; `None`: each update wakes it.
     fn bells(&self) -> Option<&Bells> {
         None
     }
@@ -209,7 +209,7 @@ impl<R> Clone for Shares<R> {
 }
 
 impl<R: Unit> Shares<R> {
-    /// A share of each of these workers: their unit number `unit`.
+    /// A share of each of these workers, of which there is at least one: their unit number `unit`.
     pub fn new(workers: Arc<[Worker]>, unit: u32) -> Shares<R> {
         Shares { workers, unit, rings: PhantomData }
     }
@@ -290,7 +290,7 @@ pub struct Backend<D: RawDevice> {
 }
 
 impl<D: RawDevice> Backend<D> {
-    /// Serves `device`.
+    /// `device` as a back end; `addresses` translates its addresses.
     pub fn new(device: D, addresses: Addresses) -> Backend<D> {
         let (endpoint, translation) = match addresses {
             Addresses::Physical => (None, None),
@@ -348,9 +348,8 @@ impl<D: RawDevice> Handler for Backend<D> {
     fn features(&self) -> u64 {
         let rings = [F_INDIRECT_DESC, F_EVENT_IDX, F_RING_PACKED, F_VERSION_1];
         let translated = self.endpoint.as_ref().map(|_| F_ACCESS_PLATFORM);
-        let bits = rings.into_iter().chain(translated);
-        bits.fold(self.device.features(), |features, bit| features | 1 << bit)
-            & !self.device.withheld()
+        let ours = rings.into_iter().chain(translated);
+        ours.fold(self.device.features(), |all, feature| all | feature) & !self.device.withheld()
     }
 
     fn tolerated(&self) -> u64 {

@@ -33,7 +33,7 @@ const PAGE: usize = 4096;
 const GPA: u64 = 1 << 32;
 const SIZE: u16 = 16;
 const CONFIG: QueueConfig = QueueConfig { size: SIZE, event_idx: false, packed: false };
-const FEATURES: u64 = 1 << F_VERSION_1;
+const FEATURES: u64 = F_VERSION_1;
 const PROTOCOL: ProtocolFeatures = ProtocolFeatures::REPLY_ACK
     .union(ProtocolFeatures::INFLIGHT_SHMFD)
     .union(ProtocolFeatures::LOG_SHMFD)

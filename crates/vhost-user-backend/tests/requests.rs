@@ -34,7 +34,7 @@ use ringfence_virtq::{
 use zerocopy::FromBytes;
 
 const PAGE: usize = 4096;
-const FEATURES: u64 = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM;
+const FEATURES: u64 = F_VERSION_1 | F_ACCESS_PLATFORM;
 /// The memory in IOVAs: page n is at this address plus n times two pages.
 const IOVA: u64 = 1 << 40;
 /// A guard against hanging, not a measurement.

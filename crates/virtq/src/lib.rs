@@ -42,12 +42,12 @@ pub use chain::{Chain, Desc, cut};
 pub use error::{AddError, Area, ChainFault, RingError};
 
 /// Feature bit: descriptors may refer to a table of descriptors (`VIRTIO_F_INDIRECT_DESC`).
-pub const F_INDIRECT_DESC: u32 = 28;
+pub const F_INDIRECT_DESC: u64 = 1 << 28;
 /// Feature bit: notifications are requested by index (`VIRTIO_F_EVENT_IDX`).
-pub const F_EVENT_IDX: u32 = 29;
+pub const F_EVENT_IDX: u64 = 1 << 29;
 /// Feature bit: the device follows virtio 1.x (`VIRTIO_F_VERSION_1`).
-pub const F_VERSION_1: u32 = 32;
+pub const F_VERSION_1: u64 = 1 << 32;
 /// Feature bit: the addresses that the device sees are translated (`VIRTIO_F_ACCESS_PLATFORM`).
-pub const F_ACCESS_PLATFORM: u32 = 33;
+pub const F_ACCESS_PLATFORM: u64 = 1 << 33;
 /// Feature bit: the ring is packed (`VIRTIO_F_RING_PACKED`).
-pub const F_RING_PACKED: u32 = 34;
+pub const F_RING_PACKED: u64 = 1 << 34;

@@ -238,7 +238,7 @@ impl Loop {
         let options = NetOptions::new("gate", Way::Loopback);
         let net = Net::new(options, Arc::clone(&workers)).expect("descriptors");
         let mut backend = net.connect_behind(0, Arc::clone(&guest.endpoint), None);
-        let features = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM | net_wire::feature::MRG_RXBUF;
+        let features = F_VERSION_1 | F_ACCESS_PLATFORM | net_wire::feature::MRG_RXBUF;
         backend.set_features(features).expect("they are offered");
         backend.set_memory(Arc::clone(&guest.memory)).expect("it is mapped");
         let mut start = |ring: u16| {

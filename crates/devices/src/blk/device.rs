@@ -193,7 +193,7 @@ impl RawDevice for Blk {
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
-        if features & (1 << F_VERSION_1) == 0 {
+        if features & F_VERSION_1 == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
         self.client.iter().try_for_each(|client| client.set_features(features))?;

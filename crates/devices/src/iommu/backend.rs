@@ -50,7 +50,7 @@ impl Drop for IommuBackend {
 
 impl Handler for IommuBackend {
     fn features(&self) -> u64 {
-        self.iommu().device.features().bits() | 1 << F_VERSION_1 | 1 << F_EVENT_IDX
+        self.iommu().device.features().bits() | F_VERSION_1 | F_EVENT_IDX
     }
 
     fn queues(&self) -> u16 {
@@ -66,7 +66,7 @@ impl Handler for IommuBackend {
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
-        if features & (1 << F_VERSION_1) == 0 {
+        if features & F_VERSION_1 == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
         self.iommu().device.set_features(features);

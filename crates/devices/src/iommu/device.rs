@@ -259,7 +259,7 @@ impl IommuClient {
     /// # Errors
     /// Its addresses would not be translated.
     pub fn set_features(&self, features: u64) -> Result<(), HandlerError> {
-        if features & (1 << F_ACCESS_PLATFORM) == 0 {
+        if features & F_ACCESS_PLATFORM == 0 {
             let why = "VIRTIO_F_ACCESS_PLATFORM is needed: this device is behind an IOMMU";
             tracing::warn!(source = %"iommu", "{why}");
             return Err(HandlerError::new(why));

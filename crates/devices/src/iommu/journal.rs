@@ -170,7 +170,7 @@ mod tests {
         fn connect(&self, process: &mut Process, base: Option<u32>) {
             let mut backend = process.iommu.connect();
             let features = process.iommu.device.features().bits();
-            backend.set_features(features | 1 << F_VERSION_1).unwrap();
+            backend.set_features(features | F_VERSION_1).unwrap();
             backend.set_memory(Memory::of_ram(&self.ram).unwrap()).unwrap();
             let at = layout::offsets(SIZE);
             let [desc, avail, used] =

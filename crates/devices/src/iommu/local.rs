@@ -100,7 +100,7 @@ impl<R: Reach> LocalIommu<R> {
 
     /// The feature bits on offer, including those of the transport that it needs.
     pub fn features(&self) -> u64 {
-        self.device.features().bits() | 1 << F_VERSION_1 | 1 << F_EVENT_IDX
+        self.device.features().bits() | F_VERSION_1 | F_EVENT_IDX
     }
 
     /// Takes the features that the driver accepted.
@@ -108,7 +108,7 @@ impl<R: Reach> LocalIommu<R> {
     /// # Errors
     /// [`LocalIommuError::Legacy`]: FEATURES_OK must not be set.
     pub fn ack_features(&self, features: u64) -> Result<(), LocalIommuError> {
-        if features & (1 << F_VERSION_1) == 0 {
+        if features & F_VERSION_1 == 0 {
             return Err(LocalIommuError::Legacy);
         }
         self.device.set_features(features);

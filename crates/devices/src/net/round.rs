@@ -49,7 +49,7 @@ impl Terms {
     /// Bytes of the header before each packet.
     #[inline]
     pub(super) fn header(self) -> usize {
-        let new = feature::MRG_RXBUF | 1 << ringfence_virtq::F_VERSION_1;
+        let new = feature::MRG_RXBUF | ringfence_virtq::F_VERSION_1;
         if self.features & new == 0 { LEGACY_HEADER } else { HEADER }
     }
 

@@ -104,10 +104,10 @@ impl BackEnd {
         let mut link = Frontend::new(stream, REPLIES_WITHIN);
         link.set_owner()?;
         let offered = link.features()?;
-        for (bit, name) in
-            [(F_PROTOCOL_FEATURES, "protocol features"), (1 << F_VERSION_1, "VERSION_1")]
+        for (feature, name) in
+            [(F_PROTOCOL_FEATURES, "protocol features"), (F_VERSION_1, "VERSION_1")]
         {
-            if offered & bit == 0 {
+            if offered & feature == 0 {
                 return Err(BackEndError::Lacks(name));
             }
         }
@@ -179,16 +179,16 @@ impl BackEnd {
 
     /// Sets what the driver has accepted of [`features`](Self::features), while no ring runs.
     pub(super) fn set_features(&mut self, features: u64) -> Result<()> {
-        let rings = [F_VERSION_1, F_INDIRECT_DESC, F_EVENT_IDX, F_RING_PACKED];
-        let rings = rings.into_iter().fold(F_PROTOCOL_FEATURES, |all, bit| all | 1 << bit);
+        let rings =
+            F_PROTOCOL_FEATURES | F_VERSION_1 | F_INDIRECT_DESC | F_EVENT_IDX | F_RING_PACKED;
         self.features = self.offered & (features & !OF_RINGS | rings);
         self.link.set_features(self.features)?;
         Ok(())
     }
 
     /// Whether it offers a feature.
-    pub(super) fn offers(&self, bit: u32) -> bool {
-        self.offered & (1 << bit) != 0
+    pub(super) fn offers(&self, feature: u64) -> bool {
+        self.offered & feature != 0
     }
 
     /// Whether it takes chains with tables.
@@ -196,8 +196,8 @@ impl BackEnd {
         self.has(F_INDIRECT_DESC)
     }
 
-    fn has(&self, bit: u32) -> bool {
-        self.features & (1 << bit) != 0
+    fn has(&self, feature: u64) -> bool {
+        self.features & feature != 0
     }
 
     /// Starts a ring at the back end, as large as a ring of `size`.

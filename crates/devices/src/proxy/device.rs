@@ -83,7 +83,7 @@ impl RawDevice for Proxy {
 
     /// A table may have more buffers than a ring that takes no tables.
     fn withheld(&self) -> u64 {
-        if self.back.offers(F_INDIRECT_DESC) { 0 } else { 1 << F_INDIRECT_DESC }
+        if self.back.offers(F_INDIRECT_DESC) { 0 } else { F_INDIRECT_DESC }
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
@@ -103,7 +103,7 @@ impl RawDevice for Proxy {
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
-        if features & (1 << F_VERSION_1) == 0 {
+        if features & F_VERSION_1 == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
         Ok(self.back.set_features(features)?)

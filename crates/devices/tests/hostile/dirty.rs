@@ -106,9 +106,9 @@ impl Moving {
     fn set(&mut self, on: bool) {
         let platform = match self.way {
             Way::Plain(_) => 0,
-            Way::Behind(_) => 1 << F_ACCESS_PLATFORM,
+            Way::Behind(_) => F_ACCESS_PLATFORM,
         };
-        let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | platform | F_PROTOCOL_FEATURES;
+        let features = F_VERSION_1 | F_INDIRECT_DESC | platform | F_PROTOCOL_FEATURES;
         self.front(|front| {
             front.set_features(features | if on { F_LOG_ALL } else { 0 }).unwrap();
             // Without acknowledgements, the reply to the next request comes after it.

@@ -51,7 +51,7 @@ impl Durable {
     }
 
     fn negotiate(&mut self, features: u64) {
-        let features = features | 1 << F_VERSION_1;
+        let features = features | F_VERSION_1;
         let protocol = ProtocolFeatures::CONFIG | ProtocolFeatures::RESET_DEVICE;
         assert_eq!(self.rig.blk.negotiate(features, protocol).unwrap(), features);
         self.rig.share(&[]);

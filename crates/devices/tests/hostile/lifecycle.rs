@@ -69,7 +69,7 @@ fn no_base_and_no_address_of_a_ring_ends_its_worker() {
     for (base, addr) in cases {
         for packed in [false, true] {
             rig.reconnect();
-            let features = 1 << F_VERSION_1 | if packed { 1 << F_RING_PACKED } else { 0 };
+            let features = F_VERSION_1 | if packed { F_RING_PACKED } else { 0 };
             rig.blk.negotiate(features, ProtocolFeatures::REPLY_ACK).unwrap();
             rig.share(&[]);
             let mut queue = RawQueue::new(0, part.window().clone(), part.gpa(), addr);

@@ -181,12 +181,12 @@ impl Rig {
 
     /// Agrees on the features and shares the memory.
     pub(crate) fn negotiate(&mut self) {
-        let mut features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC;
+        let mut features = F_VERSION_1 | F_INDIRECT_DESC;
         if self.translated {
-            features |= 1 << F_ACCESS_PLATFORM;
+            features |= F_ACCESS_PLATFORM;
         }
         if self.event_idx {
-            features |= 1 << F_EVENT_IDX;
+            features |= F_EVENT_IDX;
         }
         let protocol = ProtocolFeatures::MQ
             | ProtocolFeatures::CONFIG
@@ -373,7 +373,7 @@ impl Iommu {
     fn start(backend: IommuBackend, ram: &Arc<GuestRam>, notify: Notify) -> Iommu {
         let (serving, socket) = Serving::start(backend);
         let mut front = Frontend::new(socket, LONG);
-        let offer = 1 << F_VERSION_1 | 1 << F_EVENT_IDX | driver::negotiate(u64::MAX).bits();
+        let offer = F_VERSION_1 | F_EVENT_IDX | driver::negotiate(u64::MAX).bits();
         let protocol = ProtocolFeatures::CONFIG | ProtocolFeatures::RESET_DEVICE;
         let agreed = front.negotiate(offer, protocol).unwrap();
         front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();

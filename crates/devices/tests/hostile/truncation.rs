@@ -99,7 +99,7 @@ fn a_queue_whose_record_is_truncated_stops_and_the_reason_is_reported() {
     for before_start in [false, true] {
         let mut rig = Rig::new(Setup::new(false));
         let protocol = ProtocolFeatures::INFLIGHT_SHMFD | ProtocolFeatures::REPLY_ACK;
-        rig.blk.negotiate(1 << F_VERSION_1, protocol).unwrap();
+        rig.blk.negotiate(F_VERSION_1, protocol).unwrap();
         let (place, _) = rig.blk.inflight(2, SIZE).unwrap().unwrap();
         // A front end's own, which it can make shorter.
         let file = memfd_create("record", MemfdFlags::CLOEXEC).unwrap();

@@ -108,13 +108,13 @@ impl Driver {
     /// A driver of the device at the other end of `stream`.
     pub(crate) fn over(ours: UnixStream, setup: Setup) -> Driver {
         let mut front = Frontend::new(ours, LONG);
-        let mut wanted = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | setup.features;
-        for (on, bit) in [
+        let mut wanted = F_VERSION_1 | F_INDIRECT_DESC | setup.features;
+        for (on, feature) in [
             (setup.translated, F_ACCESS_PLATFORM),
             (setup.packed, F_RING_PACKED),
             (setup.event_idx, F_EVENT_IDX),
         ] {
-            wanted |= u64::from(on) << bit;
+            wanted |= if on { feature } else { 0 };
         }
         assert_eq!(front.negotiate(wanted, ProtocolFeatures::KNOWN).unwrap(), wanted);
         let ram = GuestRam::new((PAGES * PAGE) as usize, GPA).unwrap();

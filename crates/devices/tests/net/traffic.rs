@@ -402,7 +402,7 @@ fn a_device_reports_what_it_is() {
         assert!(offered & bit != 0);
     }
     assert_eq!(backend.queues(), 8);
-    let platform = 1 << ringfence_virtq::F_ACCESS_PLATFORM;
+    let platform = ringfence_virtq::F_ACCESS_PLATFORM;
     assert_eq!(offered & platform, platform);
     drop(backend);
     let plain = NetOptions { iommu: false, ..options(Way::Loopback, 1) };

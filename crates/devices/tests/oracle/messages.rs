@@ -138,7 +138,7 @@ pub(crate) fn connect(
     let device = Probes { workers, shares, tally: IotlbTally::default(), lie, started };
     let (serving, socket) = Serving::start(Backend::new(device, Addresses::Iotlb(config)));
     let mut frontend = Frontend::new(socket, LONG);
-    let features = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM;
+    let features = F_VERSION_1 | F_ACCESS_PLATFORM;
     let protocol =
         ProtocolFeatures::MQ | ProtocolFeatures::REPLY_ACK | ProtocolFeatures::BACKEND_REQ;
     assert_eq!(frontend.negotiate(features, protocol).unwrap(), features);

@@ -226,7 +226,7 @@ impl Viommu {
 
         let offer = backend.features();
         let features = driver::negotiate_proposed(offer, Features::PROPOSED);
-        backend.set_features(features.bits() | 1 << F_VERSION_1 | 1 << F_EVENT_IDX).unwrap();
+        backend.set_features(features.bits() | F_VERSION_1 | F_EVENT_IDX).unwrap();
         backend.set_memory(Arc::clone(memory)).unwrap();
         let mut config = [0; CONFIG_LEN];
         backend.config(0, &mut config).unwrap();

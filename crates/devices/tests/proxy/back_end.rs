@@ -90,7 +90,7 @@ impl Nonsense {
                 let next = Header::reply(code::SET_FEATURES, 8);
                 [message(honest, all), message(next, all)].concat()
             }
-            Nonsense::Old => message(honest, all & !(1 << F_VERSION_1)),
+            Nonsense::Old => message(honest, all & !F_VERSION_1),
         };
         // SET_OWNER, which has no reply, comes before it.
         let mut requests = [0; 2 * Header::LEN];
@@ -167,7 +167,7 @@ pub(crate) fn listen(path: &Path, features: u64, seen: &Arc<Seen>, first: &'stat
                 return;
             }
             let handler = Scripted {
-                features: features | 1 << F_VERSION_1,
+                features: features | F_VERSION_1,
                 seen: Arc::clone(&seen),
                 ring: None,
                 call: Arc::default(),
@@ -210,7 +210,7 @@ impl Handler for Scripted {
     }
 
     fn start_ring(&mut self, _: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        let has = |bit: u32| self.features & (1 << bit) != 0;
+        let has = |feature: u64| self.features & feature != 0;
         let RingSetup { size, addresses: RingAddresses { desc, avail, used, .. }, base, .. } =
             setup;
         let config = RingConfig {

@@ -55,7 +55,7 @@ impl Guest {
         let proxy = Proxy::connect(options, &far.connector(), workers()).unwrap();
         let (serving, ours) = Serving::start(proxy);
         let mut main = Frontend::new(ours, LONG);
-        let features = 1 << F_VERSION_1 | u64::from(iotlb) << F_ACCESS_PLATFORM;
+        let features = F_VERSION_1 | (u64::from(iotlb) * F_ACCESS_PLATFORM);
         let protocol = ProtocolFeatures::REPLY_ACK | ProtocolFeatures::BACKEND_REQ;
         assert_eq!(main.negotiate(features, protocol).unwrap(), features);
         let (ours, theirs) = UnixStream::pair().unwrap();

@@ -136,7 +136,7 @@ impl Guest {
     /// A guest that has no device yet.
     pub(crate) fn apart(features: u64, seed: u64) -> Guest {
         let ram = GuestRam::new(PAGES * PAGE, 1 << 32).unwrap();
-        let has = |bit: u32| features & (1 << bit) != 0;
+        let has = |feature: u64| features & feature != 0;
         let config = QueueConfig { size: SIZE, event_idx: has(F_EVENT_IDX), packed: has(F_PACKED) };
         let [kick, call, err] = [(); 3].map(|()| event::new().unwrap());
         let mut model = vec![0; DATA * PAGE];
@@ -148,7 +148,7 @@ impl Guest {
             ram,
             main: None,
             config,
-            features: features | 1 << F_VERSION_1,
+            features: features | F_VERSION_1,
             kick,
             call,
             err,
@@ -182,7 +182,7 @@ impl Guest {
         let mut server = Server::new(theirs, proxy);
         self.serving = Some(thread::spawn(move || _ = server.serve()));
         let mut main = Frontend::new(ours, LONG);
-        self.features |= u64::from(translated) << F_ACCESS_PLATFORM;
+        self.features |= u64::from(translated) * F_ACCESS_PLATFORM;
         let protocol = ProtocolFeatures::KNOWN - ProtocolFeatures::CONFIG;
         assert_eq!(main.negotiate(self.features, protocol).unwrap(), self.features);
         if translated {
@@ -221,7 +221,7 @@ impl Guest {
     /// Starts the ring where it is.
     pub(crate) fn start(&mut self, base: u32) {
         let at = self.config.offsets();
-        let translated = self.features & 1 << F_ACCESS_PLATFORM != 0;
+        let translated = self.features & F_ACCESS_PLATFORM != 0;
         let first = if translated { self.ram.gpa() } else { self.ram.user_addr() };
         let [desc, avail, used] = [at.desc, at.avail, at.used].map(|at| first + at as u64);
         let main = self.main.as_mut().expect("it is connected");

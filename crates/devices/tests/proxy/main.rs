@@ -29,10 +29,10 @@ const RING_BYTES: usize = 64 << 10;
 
 /// All features that matter to rings, in all combinations.
 fn features() -> impl Iterator<Item = u64> {
-    let bits = [F_EVENT_IDX, F_INDIRECT, F_PACKED];
+    let features = [F_EVENT_IDX, F_INDIRECT, F_PACKED];
     (0..8).map(move |which| {
-        let chosen = bits.iter().enumerate().filter(|(at, _)| which & (1 << at) != 0);
-        chosen.fold(0, |all, (_, bit)| all | 1 << bit)
+        let chosen = features.iter().enumerate().filter(|(at, _)| which & (1 << at) != 0);
+        chosen.fold(0, |all, (_, feature)| all | feature)
     })
 }
 
@@ -107,12 +107,12 @@ fn chains_of_any_shape_pass_between_rings_of_any_format() {
     for front in features() {
         for back in features() {
             // Tables are offered only if the back end takes them: they may be longer than its ring.
-            if front & 1 << F_INDIRECT != 0 && back & 1 << F_INDIRECT == 0 {
+            if front & F_INDIRECT != 0 && back & F_INDIRECT == 0 {
                 continue;
             }
             let far = Far::new(back);
             // Half of them with little room for requests in flight: one of the longest fills it.
-            let pool = if (front ^ back) & 1 << F_EVENT_IDX == 0 { 1 << 20 } else { 192 << 10 };
+            let pool = if (front ^ back) & F_EVENT_IDX == 0 { 1 << 20 } else { 192 << 10 };
             let mut guest = Guest::with_pool(&far.path(), front, front ^ (back << 3), pool);
             works(&mut guest, 30);
             // All is over: behind the ring, nothing of any request is left.
@@ -149,7 +149,7 @@ fn a_back_end_that_breaks_its_ring_breaks_the_guests_ring_and_nothing_else() {
     use Script::{Jump, NotThere, OutOfRange, TooLong, Twice};
     let other = Far::new(0);
     let mut beside = Guest::new(&other.path(), 0, 99);
-    for packed in [0, 1 << F_PACKED] {
+    for packed in [0, F_PACKED] {
         for script in [TooLong, NotThere, OutOfRange, Twice, Jump] {
             if matches!(script, Jump | Twice) && packed != 0 {
                 // A packed ring has no index, and its script writes one entry only.
@@ -175,7 +175,7 @@ fn a_back_end_that_breaks_its_ring_breaks_the_guests_ring_and_nothing_else() {
 
 #[test]
 fn a_back_end_that_writes_everywhere_changes_only_what_it_was_given() {
-    for packed in [0, 1 << F_PACKED] {
+    for packed in [0, F_PACKED] {
         let far = Far::new(packed);
         let mut guest = Guest::new(&far.path(), 0, 3);
         works(&mut guest, 20);
@@ -194,7 +194,7 @@ fn a_back_end_that_writes_everywhere_changes_only_what_it_was_given() {
 /// As a network's received packets: the driver has them back when it stops the ring.
 #[test]
 fn what_a_back_end_has_not_used_is_put_back_when_the_ring_stops() {
-    for front in [0, 1 << F_PACKED] {
+    for front in [0, F_PACKED] {
         let far = Far::new(0);
         let mut guest = Guest::new(&far.path(), front, 5);
         works(&mut guest, 30);
@@ -211,7 +211,7 @@ fn what_a_back_end_has_not_used_is_put_back_when_the_ring_stops() {
 /// As by a guest that shuts down: it waits for none of the others, and its VMM goes on.
 #[test]
 fn a_ring_of_which_a_back_end_has_used_the_newest_stops() {
-    for front in [0, 1 << F_PACKED] {
+    for front in [0, F_PACKED] {
         let far = Far::new(0);
         let mut guest = Guest::new(&far.path(), front, 5);
         far.obeys(Script::Silent);
@@ -281,8 +281,7 @@ fn without_rings(far: &Far) -> (Frontend, Serving) {
     let proxy = Proxy::connect(ProxyOptions::new("proxy", 4), &far.connector(), workers());
     let (serving, ours) = Serving::start(proxy.unwrap());
     let mut main = Frontend::new(ours, LONG);
-    main.negotiate(1 << F_VERSION_1, ProtocolFeatures::REPLY_ACK | ProtocolFeatures::CONFIG)
-        .unwrap();
+    main.negotiate(F_VERSION_1, ProtocolFeatures::REPLY_ACK | ProtocolFeatures::CONFIG).unwrap();
     (main, serving)
 }
 
@@ -309,7 +308,7 @@ fn a_configuration_that_the_back_end_refuses_is_refused() {
 /// As QEMU stops a device: it disables the ring first, and the back end completes what it has.
 #[test]
 fn what_a_back_end_completes_while_its_ring_is_disabled_is_completed_once() {
-    for front in [0, 1 << F_PACKED] {
+    for front in [0, F_PACKED] {
         let far = Far::new(0);
         let mut guest = Guest::new(&far.path(), front, 21);
         works(&mut guest, 30);
@@ -328,8 +327,8 @@ fn what_a_back_end_completes_while_its_ring_is_disabled_is_completed_once() {
 
 #[test]
 fn a_chain_that_no_pool_holds_stops_its_ring() {
-    let far = Far::new(1 << F_INDIRECT);
-    let mut guest = Guest::with_pool(&far.path(), 1 << F_INDIRECT, 2, 24 << 10);
+    let far = Far::new(F_INDIRECT);
+    let mut guest = Guest::with_pool(&far.path(), F_INDIRECT, 2, 24 << 10);
     for _ in 0..20 {
         // Up to 20 KiB: more than half of it.
         assert!(guest.submit_of(5));

@@ -64,14 +64,14 @@ struct Setup {
 fn setup() -> impl Strategy<Value = Setup> {
     let ring = || {
         (any::<bool>(), any::<bool>()).prop_map(|(events, packed)| {
-            u64::from(events) << F_EVENT_IDX | u64::from(packed) << F_PACKED
+            (u64::from(events) * F_EVENT_IDX) | (u64::from(packed) * F_PACKED)
         })
     };
     // Tables are offered only if the back end takes them.
     (ring(), ring(), 0..3u32, any::<[bool; 2]>(), 0..u64::MAX / 2).prop_map(
         |(front, back, tables, [translated, recorded], seed)| {
-            let front = front | u64::from(tables > 1) << F_INDIRECT;
-            let back = back | u64::from(tables > 0) << F_INDIRECT;
+            let front = front | (u64::from(tables > 1) * F_INDIRECT);
+            let back = back | (u64::from(tables > 0) * F_INDIRECT);
             Setup { front, back, translated, recorded, seed }
         },
     )

@@ -106,7 +106,7 @@ impl Link {
         let mut behind = Behind::open(setup, allocator, start)?;
 
         // Without FLUSH each write would be made durable by itself, which `host` does not do.
-        let features = feature::FLUSH | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
+        let features = feature::FLUSH | F_EVENT_IDX | F_INDIRECT_DESC;
         behind.agree(features, ProtocolFeatures::MQ | ProtocolFeatures::CONFIG, "virtio-blk")?;
         let mut drivers = Vec::new();
         for index in 0..queues {

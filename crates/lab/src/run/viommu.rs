@@ -129,8 +129,8 @@ impl<P> Behind<P> {
         protocol: ProtocolFeatures,
         what: &str,
     ) -> Result<()> {
-        let platform = if self.protected { 1 << F_ACCESS_PLATFORM } else { 0 };
-        let features = features | 1 << F_VERSION_1 | platform;
+        let platform = if self.protected { F_ACCESS_PLATFORM } else { 0 };
+        let features = features | F_VERSION_1 | platform;
         let agreed = self.front.negotiate(features, protocol);
         let agreed = agreed.with_context(|| format!("agreeing with the {what}"))?;
         if agreed != features {
@@ -234,7 +234,7 @@ fn start_iommu(
     lazy: bool,
     socket: OwnedFd,
 ) -> Result<Arc<Driver>> {
-    let plain = 1 << F_VERSION_1 | 1 << F_EVENT_IDX;
+    let plain = F_VERSION_1 | F_EVENT_IDX;
     let proposed = if lazy { Features::LAZY_IOTLB_FLUSH } else { Features::empty() };
     let wanted = plain | driver::negotiate_proposed(u64::MAX, proposed).bits();
     let agreed = front.negotiate(wanted, ProtocolFeatures::CONFIG)?;

@@ -83,7 +83,7 @@ fn it_is_activated_with_what_is_right_and_nothing_else() {
     let outside = refused(vec![(0, Vmm::queue(BASE + BYTES - 0x400, false)), (1, good())]);
     assert!(outside.starts_with("queue 0: ") && outside.contains("outside of memory"), "{outside}");
     // Nothing of that remains.
-    vmm.bring_up(1 << F_EVENT_IDX).unwrap();
+    vmm.bring_up(F_EVENT_IDX).unwrap();
     assert_eq!(vmm.send_request(attach(1, 1)), OK);
 }
 

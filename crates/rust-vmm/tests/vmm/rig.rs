@@ -192,8 +192,8 @@ impl Vmm {
 
     /// The guest's driver sets its queues up, and sets DRIVER_OK.
     pub(crate) fn bring_up(&mut self, features: u64) -> Result<(), VmmIommuError> {
-        let event_idx = features & 1 << F_EVENT_IDX != 0;
-        self.iommu.local().ack_features(features | 1 << F_VERSION_1)?;
+        let event_idx = features & F_EVENT_IDX != 0;
+        self.iommu.local().ack_features(features | F_VERSION_1)?;
         let bus = GuestBus::new(self.memory.memory()).unwrap();
         self.lines = RINGS
             .iter()

@@ -111,7 +111,7 @@ impl Behind {
         let (serving, ours) = Serving::start(backend);
         let socket = ours.try_clone().unwrap();
         let mut main = Frontend::new(ours, LONG);
-        let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | 1 << F_ACCESS_PLATFORM | more;
+        let features = F_VERSION_1 | F_INDIRECT_DESC | F_ACCESS_PLATFORM | more;
         let protocol = ProtocolFeatures::MQ
             | ProtocolFeatures::REPLY_ACK
             | ProtocolFeatures::BACKEND_REQ

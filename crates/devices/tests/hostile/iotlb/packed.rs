@@ -35,7 +35,7 @@ impl Packed {
             unit: BLK_UNIT,
             ..BlkOptions::new(ram_disk(1 << 20), ID, 4)
         };
-        let mut behind = Behind::connect_with(workers, options, 1 << F_RING_PACKED);
+        let mut behind = Behind::connect_with(workers, options, F_RING_PACKED);
         if recorded {
             let region = behind.main().inflight(4, most).unwrap().unwrap();
             behind

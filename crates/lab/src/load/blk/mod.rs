@@ -81,7 +81,7 @@ impl BlkLoad {
         let pages = side::pages(BUFFERS * u32::from(queues), span);
         let space = Space::new(addressing, pages, true)?;
         let config = driver::QueueConfig { size: RING, event_idx: false, packed };
-        let mut link = Link::open(stream, 1 << F_INDIRECT_DESC, packed, space)?;
+        let mut link = Link::open(stream, F_INDIRECT_DESC, packed, space)?;
         let sides = (0..queues).map(|queue| {
             let first = BUFFERS * u32::from(queue);
             Side::start(&mut link, queue, config, first..first + BUFFERS, options)

@@ -41,12 +41,12 @@ impl Link {
     pub(crate) fn open(stream: UnixStream, own: u64, packed: bool, space: Space) -> Result<Link> {
         let mut front = Frontend::new(stream, TIMEOUT);
         let protocol = ProtocolFeatures::MQ | ProtocolFeatures::BACKEND_REQ;
-        let mut needed = 1 << F_VERSION_1 | own;
+        let mut needed = F_VERSION_1 | own;
         if space.addressing.translated() {
-            needed |= 1 << F_ACCESS_PLATFORM;
+            needed |= F_ACCESS_PLATFORM;
         }
         if packed {
-            needed |= 1 << F_RING_PACKED;
+            needed |= F_RING_PACKED;
         }
         let settled = front.negotiate(needed, protocol)?;
         if settled & needed != needed {
@@ -176,7 +176,7 @@ mod tests {
         let (ours, mut main) = UnixStream::pair().unwrap();
         let (channel, theirs) = UnixStream::pair().unwrap();
         let mut front = Frontend::new(ours, TIMEOUT);
-        front.set_features(1 << ringfence_virtq::F_ACCESS_PLATFORM).unwrap();
+        front.set_features(ringfence_virtq::F_ACCESS_PLATFORM).unwrap();
         front.set_mem_table(&[(space.ram.region(), space.ram.fd())]).unwrap();
         while !read(&mut main).is_empty() {}
         let pipe = Pipe::new(front.iotlb_handle());
