@@ -62,7 +62,7 @@ pub struct Target {
     pub endpoints: Vec<(u32, Option<PathBuf>)>,
     /// A number that no endpoint has.
     pub absent: u32,
-    /// The time-out for a request.
+    /// The time-out for a request. An access of a disk's has a tenth of it.
     pub timeout: Duration,
 }
 

@@ -39,7 +39,8 @@ impl FolderEntry {
     /// Finds the folder that `path` leads to; what its last part names need not be there.
     ///
     /// # Errors
-    /// A link on the way is another user's; there is no such folder; the path ends in none or in `..`.
+    /// A link on the way is neither root's nor this user's; there is no such folder; the path has
+    /// no last part, or that is `..`.
     pub fn of(path: &Path) -> io::Result<FolderEntry> {
         let mut walk = Walk::new(path)?;
         let name = walk.left.pop_back().filter(|name| name != "/" && name != "..");
@@ -60,7 +61,8 @@ impl FolderEntry {
         &self.name
     }
 
-    /// What is there: a link itself and not what it names.
+    /// A descriptor (`O_PATH`) of what is there, and what `fstat` returns of it: of a link itself,
+    /// not of what it names.
     ///
     /// # Errors
     /// There is nothing, or the system's error.
@@ -74,7 +76,7 @@ impl FolderEntry {
 /// Opens the file at `path`, which may be a link as the folders on the way may.
 ///
 /// # Errors
-/// A link belongs to another user, or the system's error.
+/// A link belongs neither to root nor to this user, or the system's error.
 pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     let mut walk = Walk::new(path)?;
     if path.as_os_str().is_empty() {

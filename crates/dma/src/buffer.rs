@@ -98,7 +98,8 @@ unsafe impl DmaBuffer<HostAddr> for Vec<u8> {
 ///
 /// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules there is
 /// a segment for each buffer that does not join the one before in whole granules; there are never
-/// more segments than pieces, unless a piece is longer than a segment may be.
+/// more segments than pieces, unless a piece, with its offset in its granule, is longer than a
+/// segment may be.
 // SAFETY: each element is a buffer, and the list cannot change while a mapping owns it.
 unsafe impl<T: Address, B: DmaBuffer<T>> DmaBuffer<T> for Vec<B> {
     fn for_each_segment(&self, each: &mut dyn FnMut(T, u64)) {

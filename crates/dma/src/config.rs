@@ -27,17 +27,17 @@ pub struct DmaConfig {
     pub detect: Option<Detector>,
     /// The highest address that the device can put on the bus. Default: no limit but the domain's.
     pub limit: Iova,
-    /// A mask, 2^n-1: no segment contains addresses that differ above it (rule L44). Default: all
-    /// ones, no boundary.
+    /// A mask, 2^n-1, at least the domain's granule less one: no segment contains addresses that
+    /// differ above it (rule L44). Default: all ones, no boundary.
     pub segment_boundary: u64,
-    /// The largest segment, in bytes (rule L44). Default: no limit.
+    /// The largest segment, in bytes, at least the domain's granule (rule L44). Default: no limit.
     pub max_segment: u64,
     /// The tuning of the flush queues of a lazy policy; for a strict one, the tuning for when it
     /// becomes lazy. `None`: as Linux tunes the policy's kind.
     pub flush: Option<FlushTuning>,
     /// How the device bounces, if it has pools ([`DeviceBuilder::pools`](crate::DeviceBuilder::pools)).
     pub bounce: BounceConfig,
-    /// What runs the flush timer.
+    /// What runs the flush timer. Default: a thread.
     pub timer: TimerKind,
     /// On average one map and one unmap call in this many is timed in thread CPU time; a power of
     /// two, 0 for none. Default: 0.
@@ -75,16 +75,18 @@ impl DmaConfig {
     }
 }
 
-/// What flushes a lazy device's queues when they are due.
+/// What flushes a lazy device's queues, or gives back the idle slots of bounce pools, when that is
+/// due.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TimerKind {
-    /// A thread of the device's own, asleep while nothing is queued.
+    /// A thread of the device's or the pools' own, asleep while there is nothing to do.
     #[default]
     Thread,
     /// The caller: [`Device::timer_due_at_ns`](crate::Device::timer_due_at_ns) returns when,
-    /// [`Device::expire`](crate::Device::expire) does it. For tests and for programs with an event
-    /// loop.
+    /// [`Device::expire`](crate::Device::expire) does it; for pools
+    /// [`due_at_ns`](crate::BouncePools::due_at_ns) and [`expire`](crate::BouncePools::expire). For
+    /// tests and for programs with an event loop.
     Manual,
 }
 
@@ -93,7 +95,7 @@ pub enum TimerKind {
 pub struct Environment {
     /// Time, for ages and for the timer.
     pub clock: Arc<dyn Clock>,
-    /// Which CPU's flush queue to use.
+    /// Which CPU's flush queue and cache of bounce slots to use.
     pub cpu: Arc<dyn CpuId>,
     /// The CPU time of the calling thread, for sampling.
     pub thread_clock: Arc<dyn ThreadClock>,

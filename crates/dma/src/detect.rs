@@ -86,7 +86,8 @@ pub enum Cause {
     },
     /// The access violates the direction of a mapped buffer.
     WrongDirection,
-    /// The device went beyond a mapped buffer, by less than a granule of the allocator.
+    /// The device went past the end or the beginning of a mapped buffer, by at most a granule of
+    /// the allocator.
     OutOfBounds,
     /// The address is mapped, with this permission. The device may have used it before the map had
     /// returned, or hit a pad between two pieces that keeps segments from crossing a boundary.

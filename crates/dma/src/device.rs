@@ -100,8 +100,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     }
 
     /// Memory for copies, of the same domain, perhaps shared with its other devices: what
-    /// [`Policy::Bounce`] and [`Policy::Auto`] need,
-    /// and an untrusted device whose buffers do not fill their granules. Default: none.
+    /// [`Policy::Bounce`] and [`Policy::Auto`] need, and an untrusted device whose buffers do not
+    /// fill their granules. Default: none.
     pub fn pools(self, pools: &BouncePools<D::Target>) -> Self {
         DeviceBuilder { pools: Some(pools.clone()), ..self }
     }
@@ -109,7 +109,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     /// The device.
     ///
     /// # Errors
-    /// The configuration does not fit this domain or allocator.
+    /// The configuration does not fit this domain or allocator, a policy is demanded that the
+    /// device cannot have, or the timer thread does not start: see [`SetupError`].
     pub fn build(self) -> Result<Device<D, A>, SetupError> {
         let DeviceBuilder { domain, allocator, config, environment, pools } = self;
         let geometry = domain.geometry();
@@ -171,7 +172,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// that are adjacent in memory are mapped at once.
     ///
     /// # Errors
-    /// Nothing is mapped, and the buffer is in the error.
+    /// See [`Error`] for the causes. Nothing is mapped, and the buffer is in the error, unless
+    /// undoing failed too: see [`MapError`].
     #[track_caller]
     pub fn map<B: DmaBuffer<D::Target>>(
         &self,
@@ -240,7 +242,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// copy, and no request to the IOMMU. It is exposed while it lives, and counted as such.
     ///
     /// # Errors
-    /// The device has no pools, or is under policy `off` ([`Error::NoPools`]), or there is no slot.
+    /// The device has no pools, or is under policy `off` ([`Error::NoPools`]); `len` is 0
+    /// ([`Error::Empty`]); or there is no slot.
     #[track_caller]
     pub fn take_buffer(&self, len: u64, direction: Direction) -> Result<PoolBuffer, Error> {
         let shared = self.shared();
@@ -284,8 +287,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().control.lock().fallback
     }
 
-    /// Why the device cannot have `policy`, neither now nor by a change at run time. `None` if it
-    /// can.
+    /// Why the device cannot have `policy`, neither from the start nor by a change at run time.
+    /// `None` if it can; but no device in use changes from or to `off`
+    /// ([`SwitchError::Off`](crate::SwitchError::Off)).
     pub fn refuses(&self, policy: Policy) -> Option<Fallback> {
         against(policy, self.shared().means)
     }

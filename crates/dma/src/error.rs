@@ -57,7 +57,8 @@ pub enum Error {
     /// It would have to be copied into a bounce slot, and there is no memory for one.
     #[error("there is no memory for a bounce slot of {0:#x} bytes; unmap something, or give more")]
     Bounce(u64),
-    /// A buffer in pool memory was asked for, and the device has no bounce pools.
+    /// A buffer in pool memory was requested, and the device has no bounce pools, or is under
+    /// policy `off`.
     #[error("the device has no bounce pools: give it some (DeviceBuilder::pools)")]
     NoPools,
     /// The buffer does not fill its granules, so that the device would reach what lies beside it;
@@ -104,7 +105,7 @@ pub enum ErrorKind {
         /// For a virtio-iommu, the status of its reply.
         status: u8,
     },
-    /// The kernel failed a call of VFIO.
+    /// The kernel refused a call of VFIO or iommufd, for a reason that is none of the others.
     Kernel {
         /// Linux' error number.
         errno: i32,
@@ -266,7 +267,8 @@ pub enum SetupError {
     /// No allocator was given, and none can be made for the domain's aperture.
     #[error("cannot make an allocator for the domain's aperture: {0}")]
     Aperture(#[from] ApertureError),
-    /// The allocator hands out pieces smaller than the domain can map.
+    /// The allocator's granule is not a multiple of the domain's, so that the domain cannot map all
+    /// that it hands out.
     #[error(
         "the allocator's granule {allocator:#x} is not a multiple of the domain's {domain:#x}: \
              make it with that"

@@ -283,8 +283,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    /// Flushes the domain and releases everything that this covers, now. Under a policy that is not
-    /// lazy there is nothing to do.
+    /// Flushes the domain and releases everything that this covers, now. Does nothing if the policy
+    /// is not lazy and nothing is queued.
     ///
     /// # Errors
     /// The flush failed; what was queued stays queued.

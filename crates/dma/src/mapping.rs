@@ -158,7 +158,8 @@ impl<B> Mapping<B> {
     }
 
     /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU: for a
-    /// copy, by copying exactly these back.
+    /// copy, by copying these back, without those that [`note_written`](Self::note_written) has
+    /// copied back already.
     ///
     /// All memory that this crate maps is coherent, so that otherwise it only checks and counts.
     ///
@@ -327,13 +328,14 @@ impl Placed {
     }
 }
 
-/// A buffer that a batch has unmapped: the device can no longer reach it (under a lazy policy, only
-/// for a bounded time).
+/// A buffer that a batch has unmapped: the device can no longer reach it, or under a lazy policy
+/// only until a flush.
 #[derive(Debug)]
 pub struct Returned<B> {
     /// The buffer.
     pub buffer: B,
-    /// Its IOVA, parked, if that was requested.
+    /// Its IOVA, parked, if that was requested
+    /// ([`UnmapBatch::push_watched`](crate::UnmapBatch::push_watched)).
     pub stale: Option<StaleIova>,
 }
 

@@ -27,12 +27,13 @@ pub enum Policy {
     /// Invalidated later, through a flush queue per CPU; one map sync for the whole mapping.
     LazyMqMap,
     /// Copied into memory that stays mapped, and back: no request to the IOMMU, and no part of the
-    /// buffer is ever reachable. Buffers above a threshold are mapped as under
-    /// [`StrictMap`](Self::StrictMap).
+    /// buffer is ever reachable. Buffers above a [threshold](crate::BounceConfig::threshold), and
+    /// those that find no slot, are mapped as under [`StrictMap`](Self::StrictMap).
     Bounce,
     /// Each mapping as under [`Bounce`](Self::Bounce) or [`StrictMap`](Self::StrictMap), whichever
-    /// is faster for mappings of its size on this machine, as measured when the policy comes into
-    /// force. While other threads want the CPU, what copies in less than a wake-up is copied.
+    /// is faster for mappings of its size on this machine. The call that puts the policy into force
+    /// measures that, as a rule in less than 200 ms. While other threads want the CPU, what copies
+    /// in less than a wake-up is copied.
     /// [`Device::choices`](crate::Device::choices) returns what was chosen, and why.
     Auto,
 }

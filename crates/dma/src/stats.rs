@@ -51,7 +51,7 @@ pub struct Stats {
     pub syncs_for_device: u64,
     /// Whole-domain flushes, failed ones included.
     pub flushes: u64,
-    /// Whole-domain flushes that failed; the entries they should have released are still queued.
+    /// Whole-domain flushes that failed; the entries they should have released stayed queued.
     pub flush_failures: u64,
     /// Flushes that a caller had to make because its queue was full.
     pub full_queue_flushes: u64,
@@ -107,8 +107,9 @@ pub struct Stats {
     /// IOVA ranges that went back to the allocator, by unmaps and by flushes. (A use-after-unmap
     /// detector gets them first: [`withheld`](Self::withheld) of them are not back yet.)
     pub frees: u64,
-    /// Time in the allocator's `alloc`, which every map calls. Unlike the times above it is wall
-    /// time: see [`DmaConfig::sample_every`](crate::DmaConfig::sample_every).
+    /// Time in the allocator's `alloc`, which every map calls, except of a copy or under `off`.
+    /// Unlike the times above it is wall time: see
+    /// [`DmaConfig::sample_every`](crate::DmaConfig::sample_every).
     pub alloc_time: Sampled,
     /// Time in the allocator's `free`, as [`alloc_time`](Self::alloc_time).
     pub free_time: Sampled,

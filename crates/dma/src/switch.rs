@@ -32,8 +32,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// Each kind of flush queue keeps the tuning that was last set for it.
     ///
     /// # Errors
-    /// A change from or to `off`; a change to a lazy policy on a domain that cannot defer flushes;
-    /// a flush that failed. See [`SwitchError`] for the policy in force then.
+    /// A change from or to `off`; a policy that the device cannot have
+    /// ([`refuses`](Self::refuses)); no memory or no thread for flush queues; a flush that failed.
+    /// See [`SwitchError`] for the policy in force then.
     pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
         let shared = self.shared();
         // Skips the calibration for a change without effect.
@@ -74,8 +75,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         Ok(())
     }
 
-    /// The tuning of the flush queues in use; under a policy that is not lazy, of those last in
-    /// use.
+    /// The tuning of the flush queues in use; under a policy that is not lazy, the tuning that was
+    /// last in use or last set.
     pub fn flush_tuning(&self) -> FlushTuning {
         let control = self.shared().control.lock();
         control.tunings[control.kind as usize]
@@ -85,8 +86,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// If the policy is lazy, this becomes the kind in use (`lazy-sq` becomes `lazy-mq`, or the
     /// reverse), and what was queued is flushed, so that the new bounds hold for every unmap that
-    /// begins after this has returned. (A concurrent unmap without reserved bytes flushes before it
-    /// returns instead of being queued.) If the policy is not lazy, the tuning is kept until it is.
+    /// begins after this has returned. (Where the new tuning bounds exposed bytes, a concurrent
+    /// unmap that has reserved none flushes before it returns instead of being queued.) If the
+    /// policy is not lazy, the tuning is kept until it is.
     ///
     /// # Errors
     /// The tuning is invalid, there is no memory for it, or that flush failed; see [`TuningError`]

@@ -167,7 +167,7 @@ pub enum TrustError {
     /// The path does not lead to a device in sysfs.
     #[error("{} is not a device in sysfs", .0.display())]
     NotADevice(PathBuf),
-    /// A file exists but cannot be read.
+    /// The path leads nowhere, or a file exists but cannot be read.
     #[error("cannot read {}: {error}", .file.display())]
     Unreadable {
         /// Which file.

@@ -40,7 +40,7 @@ impl FlushTuning {
     pub const MIN_SLOTS: usize = 2;
     /// The most slots of a queue.
     pub const MAX_SLOTS: usize = 1 << 20;
-    /// The longest allowed interval, in milliseconds: a day.
+    /// The longest allowed interval and bound of time, in milliseconds: a day.
     pub const MAX_MS: u64 = 24 * 3600 * 1000;
     /// The largest bound of exposed bytes.
     pub const MAX_BYTES: u64 = i64::MAX as u64;

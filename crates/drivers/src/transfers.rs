@@ -185,7 +185,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
 
     /// Hands out what is mapped; returns how many transfers. `submit` puts a transfer into the
     /// device's ring, and returns whether it did. If not, or if the buffer could not be mapped, the
-    /// transfer ends here: [`poll_unmaps`](Self::poll_unmaps) returns a mapping that the device
+    /// transfer ends here: [`poll_unmaps`](Self::poll_unmaps) hands out a buffer that the device
     /// never got, and a number whose buffer could not be mapped is free.
     pub fn poll_maps(
         &mut self,
@@ -255,11 +255,15 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         self.unmaps.gathered()
     }
 
-    /// Gathers a mapping of the caller's, under a number that was just [taken](Self::take); when it
-    /// is unmapped, its IOVA is handed out too, as [`Mapping::unmap_watched`] does.
+    /// Gathers a mapping of the caller's, under a number that was just [taken](Self::take), to be
+    /// unmapped; its IOVA is then handed out too, as [`Mapping::unmap_watched`] does. Returns how
+    /// many are gathered.
     ///
     /// # Errors
-    /// The mapping is of another device.
+    /// The mapping is of another device; it is given back, and the number stays taken.
+    ///
+    /// # Panics
+    /// The number was not just taken.
     #[track_caller]
     #[allow(clippy::result_large_err, reason = "what is given back is moved as it came")]
     pub fn end_watched(&mut self, at: usize, mapping: Mapping<B>) -> Result<usize, Mapping<B>> {
@@ -317,7 +321,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     }
 
     /// Takes all transfers that the device has, and whose memory it may be working on: their
-    /// records, and their mappings, which the caller drops, keeps or forgets. The numbers are free.
+    /// records, and their mappings, which the caller drops, keeps or forgets. A number is free once
+    /// the iterator has passed it.
     pub fn take_submitted(&mut self) -> impl Iterator<Item = (&mut W, Option<Mapping<B>>)> {
         let free = &mut self.free;
         self.slots.iter_mut().enumerate().filter_map(|(at, slot)| {

@@ -23,10 +23,10 @@ use crate::{
 /// All methods take `&self`: a domain is shared by the threads that map and unmap.
 ///
 /// # What is required, and what is provided
-/// An implementation supplies `map_pages`, `unmap_pages`, the three parts of a sync and the
-/// look-ups. The provided methods are built on those. (A domain that wraps another may override
-/// them to forward the call, which is a little faster; only this crate's syncs can make the
-/// [`Synced`] to return.)
+/// An implementation supplies `geometry`, `capabilities`, `map_pages`, `unmap_pages`, the three
+/// parts of a sync and `iova_to_phys`. The provided methods are built on those. (A domain that
+/// wraps another may override them to forward the call, which is a little faster; only this crate's
+/// syncs can make the [`Synced`] to return.)
 ///
 /// `ringfence-iommu-testing` checks any domain.
 ///
@@ -63,7 +63,8 @@ pub unsafe trait Domain: Send + Sync {
     /// Removes every mapping in `ranges`, which may contain holes, in order, taking its locks once
     /// for many, and returns how many bytes were mapped. Adds to `gather` the ranges, and the table
     /// pages that were unlinked, also for what was removed before an error. A range in which nothing
-    /// is mapped may still be cached, too: another caller may have removed it and not have synced.
+    /// is mapped is added too: another caller may have removed it and not have synced, so that it
+    /// may still be cached.
     ///
     /// The caller does not map an unmapped range again before its sync has succeeded.
     ///
@@ -106,7 +107,7 @@ pub unsafe trait Domain: Send + Sync {
     /// the device is gone, the domain fails the sync.
     fn sync_wait(&self, token: SyncToken);
 
-    /// The address that `iova` maps to.
+    /// The address that `iova` maps to; `None` if it is not mapped.
     fn iova_to_phys(&self, iova: Iova) -> Option<Self::Target>;
 
     /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it

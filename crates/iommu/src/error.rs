@@ -62,7 +62,7 @@ pub enum Error {
     Full {
         /// What is limited: "table bytes" or "mappings".
         what: &'static str,
-        /// How much is used.
+        /// How much is used; of a budget's mappings, how many its tables have taken.
         used: u64,
         /// The limit.
         limit: u64,

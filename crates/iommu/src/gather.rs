@@ -135,7 +135,8 @@ impl Gather {
         }
     }
 
-    /// Whether there is nothing to invalidate and nothing to release.
+    /// Whether it holds no ranges and no table pages. One that is [queued](Self::queued) never
+    /// holds ranges, so it may be empty although a flush is due.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.ranges().is_empty() && self.pages.is_empty()

@@ -1,8 +1,9 @@
 //! Domains around a domain.
 
 /// Forwards methods to a wrapped domain in a field: `pass_on!(inner: geometry, sync_wait)` in the
-/// implementation of [`Domain`](crate::Domain). `@all self, expression;` instead of the field forwards
-/// them to what the expression is.
+/// implementation of [`Domain`](crate::Domain). With `@all self, expression;` instead of the field,
+/// to the value of the expression. Any but those that map or unmap can be forwarded, and of the
+/// provided ones `sync` and `mappings_from`.
 #[macro_export]
 macro_rules! pass_on {
     ($inner:ident: $($method:ident),+ $(,)?) => {

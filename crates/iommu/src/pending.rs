@@ -106,7 +106,8 @@ impl Pending {
         over
     }
 
-    /// Whether a poll has found it over.
+    /// Whether it is known to be over, without a poll: a poll has found it over, or it was over, or
+    /// failed, as it began.
     #[inline]
     pub fn is_over(&self) -> bool {
         !matches!(self.state, State::Begun(_))
@@ -120,7 +121,7 @@ impl Pending {
         }
     }
 
-    /// The result for `range`; `None` until the sync is known to be over.
+    /// The result for `range`; `None` until the sync is [known to be over](Self::is_over).
     ///
     /// # Errors
     /// As the domain reported: what was mapped there is not mapped, what was unmapped there may

@@ -85,8 +85,8 @@ impl<T: Address> SoftDomain<T> {
         SoftDomain { geometry, table, shootdown, scope, limbo, target: PhantomData }
     }
 
-    /// The target of `iova`, and the addresses around it that translate with the same difference.
-    /// Takes no lock.
+    /// The target of `iova`, and the addresses around it that translate with the same difference;
+    /// `None` if it is not mapped. Takes no lock.
     ///
     /// The translation is valid until the reader's next quiet point, or for as long as a
     /// [`Lease`](crate::shootdown::Lease) on it that was taken before then. It includes the
@@ -123,7 +123,7 @@ impl<T: Address> SoftDomain<T> {
         self.table.mapping_from(iova)
     }
 
-    /// Calls `f` with every mapping, in ascending order; it may call the domain. A mapping that
+    /// Calls `f` with every mapping, in ascending order; `f` may call the domain. A mapping that
     /// comes or goes meanwhile may or may not be visited.
     pub fn for_each(&self, f: impl FnMut(Mapping)) {
         self.table.iter().for_each(f);

@@ -31,8 +31,8 @@ use crate::{
 /// How an [`Iotlb`] is made.
 #[derive(Clone, Copy, Debug)]
 pub struct IotlbConfig {
-    /// The most entries (rule D24). An access needs all of its own at once: one that covers more pages
-    /// waits until its time-out.
+    /// The most entries (rule D24). An access needs all of its own at once: one that covers more
+    /// pages waits until its time-out.
     pub entries: u64,
     /// The most bytes of table memory.
     pub table_bytes: u64,
@@ -40,7 +40,7 @@ pub struct IotlbConfig {
     pub misses: usize,
     /// How long an access waits for its translation before it fails.
     pub timeout: Duration,
-    /// After how long without an update a miss is sent again, this time for a reply in any case.
+    /// After how long without an update a miss is sent again, then with a request for a reply.
     pub again: Duration,
     /// Determines which entries are evicted, for tests that must repeat exactly; `None`: a number
     /// that a guest cannot know.
@@ -144,12 +144,13 @@ impl Iotlb {
         self.domain.mappings()
     }
 
-    /// How many misses are open.
+    /// How many misses are in the pending list: the open ones, and others that were refused, or
+    /// whose accesses gave up, until their places are needed.
     pub fn open_misses(&self) -> usize {
         self.misses.open()
     }
 
-    /// What passes invalidations to its views.
+    /// The shootdown that delivers invalidations to its views.
     pub fn shootdown(&self) -> &Arc<Shootdown> {
         self.domain.shootdown()
     }
@@ -160,7 +161,8 @@ impl Iotlb {
     }
 
     /// Sends misses to `sink` from now on; `None`: the front end is gone, and accesses wait for
-    /// another until they time out.
+    /// another until they time out. Open misses are dropped: accesses that wait look up, and miss,
+    /// again.
     pub fn set_miss_sink(&self, sink: Option<Arc<dyn MissSink>>) {
         if sink.is_some() {
             let _ = self.had_sink.set(());
@@ -169,9 +171,9 @@ impl Iotlb {
         self.misses.clear();
     }
 
-    /// Enters a translation and replaces what was there. Returns a token: if part of the range led
-    /// elsewhere before, the update is in force once [`Shootdown::is_over`] returns true for the
-    /// token (0: at once).
+    /// Enters a translation and replaces what was there: entries that overlap `range` are removed
+    /// as a whole. Returns a token: if part of the range led elsewhere before, the update is in
+    /// force once [`Shootdown::is_over`] returns true for the token (0: at once).
     ///
     /// # Errors
     /// [`NoPermission`](Error::NoPermission) or [`TargetOverflow`](Error::TargetOverflow): nothing
@@ -285,8 +287,8 @@ impl Iotlb {
         Ok(self.domain.sync_begin(Work::Unmap { ranges, exact: true })?.as_u64())
     }
 
-    /// The front end has no translation of `range` for `access`: accesses that wait for one, or for
-    /// one that allows more, fail.
+    /// Notes that the front end has no translation of `range` for `access`: accesses that wait for
+    /// one, or for one that allows more, fail.
     pub fn refuse(&self, range: Range, access: Prot) {
         self.refuse_as(range, access, None);
     }
@@ -304,7 +306,7 @@ impl Iotlb {
         }
     }
 
-    /// The reply to a miss that was sent again with this number ([`Miss::again`]).
+    /// Takes the reply to a miss that was sent again with this number ([`Miss::again`]).
     ///
     /// `done`: the front end has sent whatever there is. If that is a translation that does not
     /// allow the access, the access is refused, but not at the first such reply: the translation
@@ -429,7 +431,8 @@ impl Iotlb {
             || self.misses.is_refused(wanted, since, waiter, MonotonicClock.now_ns())
     }
 
-    /// Notes that `waiter` waits for `wanted`, and leaves there what is to be [sent](Self::send_misses).
+    /// Notes that `waiter` waits for `wanted`, and leaves there what is to be
+    /// [sent](Self::send_misses).
     pub(crate) fn note_misses(
         &self,
         wanted: &mut Vec<Miss>,

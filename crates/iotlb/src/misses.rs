@@ -266,7 +266,7 @@ impl Misses {
         self.count.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// How many misses are in the list, those refused a moment ago included.
+    /// How many misses are in the list, those refused or given up included.
     pub(crate) fn open(&self) -> usize {
         self.list.lock().pending.len()
     }

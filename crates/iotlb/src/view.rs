@@ -254,14 +254,14 @@ impl View {
     }
 
     /// Keeps the translation of a range in use beyond the next quiet point, for asynchronous I/O:
-    /// an invalidation of the range is not over before the lease is dropped. `None` if there is no
-    /// such range.
+    /// an invalidation of the range is not over before the lease is dropped. `None` if `len` is 0
+    /// or the range passes 2^64.
     pub fn lease(&self, addr: u64, len: u64) -> Option<Lease> {
         Some(self.reader.lease(Range::from_len(Iova(addr), len)?))
     }
 
     /// As [`lease`](Self::lease), in the place of one that was [put to rest](Lease::rest), which is
-    /// cheaper; false if there is no such range.
+    /// cheaper; false, with nothing changed, where `lease` returns `None`.
     pub fn renew(&self, lease: &mut Lease, addr: u64, len: u64) -> bool {
         let range = Range::from_len(Iova(addr), len);
         range.map(|range| self.reader.renew(lease, range)).is_some()
@@ -281,7 +281,8 @@ impl View {
         result
     }
 
-    /// Replaces the memory, as after a new memory table; all that was cached is dropped.
+    /// Replaces the memory, as after a new memory table; all that was cached is dropped, and the
+    /// view's windows are no longer valid.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
         drop_all(&self.cache, &self.windows);
         drop_all(&self.other, &self.windows);

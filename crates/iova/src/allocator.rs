@@ -35,7 +35,8 @@ pub trait Allocator: Send + Sync {
     /// freed and not flushed.
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError>;
 
-    /// Returns what [`free`](Self::free) would return, without freeing.
+    /// Returns what [`free`](Self::free) would return, without freeing; of
+    /// [`Magazines`](crate::Magazines) that are not checked, what the allocator below would return.
     ///
     /// # Errors
     /// As [`free`](Self::free).
@@ -47,7 +48,8 @@ pub trait Allocator: Send + Sync {
     /// Statistics so far. Counters of several threads are read one after the other.
     fn stats(&self) -> Stats;
 
-    /// Gives cached ranges back to the allocator below.
+    /// Gives cached ranges back to the tree, or to the allocator below. The default does nothing,
+    /// for an allocator without a cache.
     fn drain(&self) {}
 }
 

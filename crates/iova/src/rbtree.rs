@@ -22,8 +22,8 @@ use crate::{
 /// 32 bits and one for the others. In the usual pattern (many allocations of the same few sizes)
 /// the first hole below it fits. If nothing below the cached node does, the part above is searched
 /// too, so that a failure means that there is no such hole (rule L14). The failed request is
-/// recorded, so that a request for as much or more fails at once until an address below 4 GiB is
-/// freed (rule L13).
+/// recorded, so that a request for as much or more that is limited to 32 bits fails at once until
+/// an address below 4 GiB is freed (rule L13).
 ///
 /// Its weakness, for which the other allocators exist: each free moves the cached node up, and the
 /// next search walks down again through all live ranges.

@@ -8,7 +8,7 @@ pub enum Align {
     /// boundary with a spacing of at least its size.
     #[default]
     Size,
-    /// This many bytes, a power of two; at least the granule.
+    /// This many bytes, a power of two; less than the granule counts as the granule.
     Bytes(u64),
 }
 

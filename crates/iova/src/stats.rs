@@ -15,8 +15,8 @@ pub struct Stats {
     pub failures: u64,
     /// Frees that were refused: double, unknown, or of the wrong size.
     pub rejected_frees: u64,
-    /// Ranges that are taken in the tree or bitmap, including those that wait in magazines and the
-    /// bitmap's freed ranges that wait for a flush.
+    /// Ranges that are taken in the tree or bitmap, including those that are
+    /// [cached](Self::cached_ranges) and the bitmap's freed ranges that wait for a flush.
     pub live_ranges: u64,
     /// The bytes of these ranges.
     pub live_bytes: u64,
@@ -28,11 +28,11 @@ pub struct Stats {
     pub skipped_searches: u64,
     /// Laps of the bitmap: each made exactly one flush in lazy mode (rule L16).
     pub laps: u64,
-    /// Requests met from magazines.
+    /// Requests met from magazines, or from a CPU's slabs.
     pub cache_hits: u64,
-    /// Ranges in magazines now.
+    /// Ranges in magazines, or free in slabs, now.
     pub cached_ranges: u64,
-    /// Full magazines in the depot now.
+    /// Full magazines in the depot, or slabs that are all free, now.
     pub depot_magazines: u64,
     /// Times that every cache was drained because a request found nothing (rule L11).
     pub drains: u64,

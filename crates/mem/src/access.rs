@@ -110,8 +110,8 @@ pub trait Translate {
     where
         F: FnMut(HostSlice<'_>);
 
-    /// A lasting view of the `len` bytes at `addr`, for ring areas: translated once, valid until
-    /// an invalidation touches it.
+    /// A lasting view of the `len` bytes at `addr` (`len` > 0), for ring areas: translated once,
+    /// valid until an invalidation touches it.
     ///
     /// # Errors
     /// Some address cannot be reached, or the bytes do not lie in one piece.
@@ -208,7 +208,7 @@ where
 
 /// A lasting view of one piece of shared memory, such as a ring area.
 ///
-/// It keeps the bytes mapped in this process. [`is_valid`](Self::is_valid) says whether the
+/// It keeps the bytes mapped in this process. [`is_valid`](Self::is_valid) returns whether the
 /// *address* that it was made from still leads there; an invalidation clears that.
 #[derive(Clone)]
 pub struct Window {
@@ -270,7 +270,8 @@ impl Window {
         self.valid.store(false, Ordering::Release);
     }
 
-    /// Whether this is the only clone of this view, so that its maker may forget it.
+    /// Whether this is the last of the view, its clones and their parts, so that its maker may
+    /// forget it.
     pub fn is_last(&self) -> bool {
         Arc::strong_count(&self.valid) == 1
     }

@@ -32,7 +32,8 @@ impl DirtyLog {
     }
 
     /// Marks the pages of `len` bytes at guest-physical address `addr`; call it after they were
-    /// written. Pages past the end of the log are only counted; see [`outside`](Self::outside).
+    /// written. If some of them lie past the end of the log, that is only counted, once: see
+    /// [`outside`](Self::outside).
     pub fn mark(&self, addr: u64, len: u64) {
         let Some(more) = len.checked_sub(1) else { return };
         // Bytes past 2^64 were never written.

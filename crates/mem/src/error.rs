@@ -31,7 +31,7 @@ pub enum MemError {
         /// How many there may be.
         most: u64,
     },
-    /// An address or an offset plus the size passes 2^64 (or, for the offset, 2^63).
+    /// An address or an offset plus the size passes 2^64 (or, for the offset, 2^62).
     #[error("a region of {size:#x} bytes at {what} {addr:#x} passes the end")]
     Wraps {
         /// Which of the region's addresses.
@@ -83,7 +83,7 @@ pub enum MemError {
     /// No room is left to carve a piece from.
     #[error("no room for {len:#x} bytes: {left:#x} are left")]
     Full {
-        /// How many bytes were wanted, alignment included.
+        /// How many bytes were wanted; padding for their alignment comes on top.
         len: u64,
         /// How many are left.
         left: u64,

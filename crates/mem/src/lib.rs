@@ -32,5 +32,6 @@ pub use shared::SharedFile;
 pub use slice::{HostSlice, ReadSlice};
 pub use translate::{Direct, Physical, UserAddresses};
 
-/// The granule of everything here: 4096 bytes, on every machine that virtio and vhost-user meet.
+/// The page size here, in bytes, of which addresses and offsets of memory are multiples: 4096,
+/// whatever the size of the machine's own pages.
 pub const PAGE_SIZE: usize = 4096;

@@ -20,7 +20,7 @@ use std::{
 pub struct Found<'m> {
     /// The bytes from the address to the end of the region.
     pub slice: HostSlice<'m>,
-    /// Which region, for [`Memory::is_lost`]. Regions are counted in guest-physical order.
+    /// Which region, for [`Memory::is_lost`]: regions are counted from 0, in guest-physical order.
     pub region: usize,
 }
 
@@ -172,7 +172,8 @@ impl Memory {
     /// # Errors
     /// No region or too many; a region of zero bytes, one whose addresses wrap or are not
     /// page-aligned, two that overlap (in guest-physical or in user addresses), a file that is too
-    /// short, or a refusal of the system. Nothing stays mapped then.
+    /// short, more than 4096 mapped regions in this process, or a refusal of the system. Nothing
+    /// stays mapped then.
     pub fn map(regions: Vec<(Region, impl AsFd)>) -> Result<Arc<Memory>, MemError> {
         if regions.is_empty() {
             return Err(MemError::NoRegions);
@@ -274,34 +275,37 @@ impl Memory {
         self.mapped.iter().filter(|m| m.place.is_none()).map(|m| &m.region)
     }
 
-    /// Whether every region's file is sealed against truncation, so that none of it can be
-    /// [`lost`](Self::lost) unless the machine itself runs out of (huge) pages.
+    /// Whether the file of every mapped region is sealed against truncation, so that none of it can
+    /// be [`lost`](Self::lost) unless the machine itself runs out of (huge) pages.
     pub fn is_sealed(&self) -> bool {
         self.mapped.iter().all(|m| m.sealed)
     }
 
-    /// The bytes from a guest-physical address to the end of its region.
+    /// The bytes from a guest-physical address to the end of its region; `None` if no mapped region
+    /// has the address.
     #[inline]
     pub fn find_gpa(&self, gpa: u64) -> Option<Found<'_>> {
         self.by_gpa.find(gpa)
     }
 
-    /// The bytes from an address of the front end's process to the end of its region.
+    /// The bytes from an address of the front end's process to the end of its region; `None` if no
+    /// mapped region has the address.
     #[inline]
     pub fn find_user(&self, addr: u64) -> Option<Found<'_>> {
         self.by_user.find(addr)
     }
 
-    /// The guest-physical address of an address of the front end's process.
+    /// The guest-physical address of an address of the front end's process; `None` if no mapped
+    /// region has the address.
     pub fn user_to_gpa(&self, addr: u64) -> Option<u64> {
         let entry = &self.by_user.0[self.by_user.position(addr)?];
         // Cannot wrap: the offset is less than the region's size.
         Some(self.mapped[entry.region].region.gpa + (addr - entry.first))
     }
 
-    /// The guest-physical ranges, each with its length, of bytes that this process reaches as
-    /// `piece`. They are several where regions lie side by side by chance; bytes outside of this
-    /// memory have none.
+    /// The guest-physical ranges, each as (first address, length in bytes), of what this process
+    /// reaches as `piece`. They are several where regions lie side by side by chance; bytes outside
+    /// of this memory have none.
     pub fn gpas(&self, piece: HostSlice<'_>) -> impl Iterator<Item = (u64, u64)> + '_ {
         let (first, end) = span(piece.as_ptr(), piece.len());
         self.mapped.iter().filter_map(move |m| {
@@ -324,7 +328,7 @@ impl Memory {
     /// As [`lost`](Self::lost), for one region (see [`Found::region`]).
     ///
     /// # Panics
-    /// If there is no such region.
+    /// If there is no such region, and any memory of this process is lost.
     #[inline]
     pub fn is_lost(&self, region: usize) -> bool {
         sigbus::any_lost() && self.mapped[region].is_lost()
@@ -346,8 +350,8 @@ impl Memory {
         Err(AccessError::Lost { addr: lost.map_or(0, |(_, region)| region.gpa) })
     }
 
-    /// The `len` bytes at `addr` by `table`, held for as long as the window lives, and the region that has
-    /// them.
+    /// The `len` bytes at `addr` by `table`, held for as long as the window lives, and the region
+    /// that has them.
     pub(crate) fn window(
         self: &Arc<Memory>,
         table: &Table,

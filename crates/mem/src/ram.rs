@@ -109,9 +109,9 @@ impl GuestRam {
         out_of_bounds(offset, len, self.len())
     }
 
-    /// Sets `len` bytes aside, for good, and returns their offset, a multiple of `align`. Threads
-    /// may carve at once. Do not mix this with offsets of your own choice: memory that is not
-    /// carved may be carved later.
+    /// Sets `len` bytes aside, for good, and returns their offset, a multiple of `align`. Several
+    /// threads may carve at the same time. Do not mix this with offsets of your own choice: memory
+    /// that is not carved may be carved later.
     ///
     /// # Errors
     /// [`MemError::Full`].
@@ -166,9 +166,10 @@ impl GuestRam {
         Ok(stat.st_blocks as u64 * 512)
     }
 
-    /// Maps pages of this memory (`frames`: their offsets, in any order) once more, into one
-    /// contiguous span of this process's addresses. It is like an application's buffer, whose pages
-    /// lie anywhere in guest-physical memory. Frames that follow each other need only one mapping.
+    /// Maps pages of this memory (`frames`: their offsets in bytes, in any order) once more, into
+    /// one contiguous span of this process's addresses. It is like an application's buffer, whose
+    /// pages lie anywhere in guest-physical memory. Frames that follow each other need only one
+    /// mapping.
     ///
     /// # Errors
     /// No frame, an offset that is not page-aligned or beyond the end, more runs than the kernel

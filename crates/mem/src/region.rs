@@ -2,7 +2,7 @@
 
 use crate::{MemError, PAGE_SIZE};
 
-/// Where one piece of shared memory lies, as vhost-user's SET_MEM_TABLE says it.
+/// Where one piece of shared memory lies, as vhost-user's SET_MEM_TABLE describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     /// Its first guest-physical address.
@@ -11,7 +11,7 @@ pub struct Region {
     pub size: u64,
     /// Its first address in the front end's process.
     pub user_addr: u64,
-    /// Where it begins in its file.
+    /// Where it begins in its file, in bytes.
     pub mmap_offset: u64,
 }
 

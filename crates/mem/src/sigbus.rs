@@ -224,8 +224,8 @@ fn chain(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_
     }
 }
 
-/// Installs the handler, once per process; later calls do nothing. Without it, a truncated memory
-/// file ends the process.
+/// Installs the handler of SIGBUS, once per process; later calls do nothing. Without it, an access
+/// to the truncated part of a memory file ends the process.
 ///
 /// # Errors
 /// The operating system refused.

@@ -77,8 +77,8 @@ impl<'m> HostSlice<'m> {
         len
     }
 
-    /// Copies bytes of another piece into this one, as many as both hold; returns how many. The two may
-    /// overlap.
+    /// Copies bytes of another piece into this one, as many as both hold; returns how many. The two
+    /// may overlap.
     #[inline]
     pub fn copy_from_piece(&self, data: ReadSlice<'_>) -> usize {
         let len = self.len.min(data.0.len);

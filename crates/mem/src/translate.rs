@@ -19,16 +19,17 @@ fn bit(region: usize) -> u64 {
 /// Reaches memory by guest-physical address. See [`Direct`].
 pub type Physical = Direct<false>;
 
-/// Reaches memory by address of the front end's process: SET_VRING_ADDR carries such addresses where
-/// no IOMMU is negotiated (rule D2). See [`Direct`].
+/// Reaches memory by address of the front end's process: SET_VRING_ADDR carries such addresses
+/// where no IOMMU is negotiated (rule D2). See [`Direct`].
 pub type UserAddresses = Direct<true>;
 
-/// Reaches memory by guest-physical address, or, with `USER`, by address of the front end's process.
+/// Reaches memory by guest-physical address, or, with `USER`, by address of the front end's
+/// process.
 ///
 /// One per worker thread: it may move between threads, but they cannot share it.
-/// [`check`](Translate::check) reports a truncated file only where a region was touched through this
-/// value since the last call, or holds a window made by it. (Regions after the 63rd count as one.)
-/// Once a region is known to be lost, every access to it is refused.
+/// [`check`](Translate::check) reports a truncated file only where a region was touched through
+/// this value since the last call, or a window into it was made by this value. (Regions after the
+/// 63rd count as one.) Once a region is known to be lost, every access to it is refused.
 #[derive(Debug)]
 pub struct Direct<const USER: bool> {
     memory: Arc<Memory>,
@@ -51,7 +52,8 @@ impl<const USER: bool> Direct<USER> {
         &self.memory
     }
 
-    /// Replaces the memory.
+    /// Replaces the memory, and keeps the log. A later [`check`](Translate::check) is not about
+    /// accesses to the old memory: check these before.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
         *self = Direct { log: self.log.take(), ..Direct::new(memory) };
     }

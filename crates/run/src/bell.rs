@@ -3,7 +3,7 @@
 //! The worker that clears `rung` (Acquire) sees the mail, and `stops`, for which it was set
 //! (Release). Nothing else makes it look, so that all other accesses are relaxed: a flag that is seen
 //! too early ends a sleep, and one that is seen too late does not prolong it, as the event that is
-//! signalled after the flag was set ends it, and whoever has drained that event sees the flag.
+//! signalled after the flag was set ends it, and the thread that has drained it sees the flag.
 
 use std::os::fd::OwnedFd;
 

@@ -71,7 +71,8 @@ impl Doorbell {
         }
     }
 
-    /// Whether the owner sleeps, or is about to, and has not seen what was written before this call.
+    /// Whether the owner sleeps, or is about to, and has not seen what was written before this
+    /// call.
     fn is_wanted(&self) -> bool {
         fence(Ordering::SeqCst);
         self.asleep.load(Ordering::Relaxed)

@@ -18,7 +18,7 @@ use rustix::net::SendFlags;
 
 use crate::{PeerFd, restricted};
 
-/// A descriptor of a peer is refused.
+/// Why a descriptor cannot be used to notify a peer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NotifierError {
@@ -30,7 +30,7 @@ pub enum NotifierError {
     Kernel(#[source] io::Error),
 }
 
-/// Signals an eventfd that a peer shares, without ever blocking.
+/// Signals a peer's eventfd or Unix stream, without ever blocking.
 pub struct Notifier(Way);
 
 /// Rings for future notifiers.
@@ -51,8 +51,8 @@ impl Spare {
     }
 }
 
-/// Makes the rings for `count` notifiers at a time, for a process that then gives up the right to
-/// make io_urings. Further notifiers signal by AIO, at three times the cost.
+/// Makes the rings for `count` notifiers that exist at the same time, for a process that then gives
+/// up the right to make io_urings. Further notifiers signal by AIO, at three times the cost.
 ///
 /// # Errors
 /// The kernel has neither io_uring nor AIO for this process.
@@ -102,7 +102,8 @@ enum Way {
     Uring(Mutex<Option<IoUring>>),
     /// Where the process may have no io_uring: three times the cost.
     Aio(PeerFd),
-    /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the peer's changes.
+    /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the
+    /// peer's changes.
     Stream(PeerFd),
 }
 
@@ -110,7 +111,7 @@ impl Notifier {
     /// For `event`, an eventfd or a Unix stream.
     ///
     /// # Errors
-    /// It is neither; the kernel refuses.
+    /// It is neither, or the kernel has neither io_uring nor AIO for this process.
     pub fn new(event: PeerFd) -> Result<Notifier, NotifierError> {
         if event.is_unix_stream() {
             return Ok(Notifier(Way::Stream(event)));

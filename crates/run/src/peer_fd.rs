@@ -159,8 +159,8 @@ struct Waiting {
 }
 
 impl Closer {
-    /// A closer that calls `full`, with the number of things that wait, once it has been
-    /// [full](Self::is_full) for a second.
+    /// A closer whose [`is_full`](Self::is_full) calls `full`, with the number of things that wait,
+    /// once it has returned true for a second.
     pub fn new(full: impl Fn(usize) + Send + Sync + 'static) -> Closer {
         Closer(Arc::new(Inner { full: Some(Box::new(full)), ..Inner::default() }))
     }

@@ -22,11 +22,11 @@ use crate::{PeerFd, bell::Bell, event, slice};
 
 /// What a worker polls: those rings of one device that belong to this worker.
 pub trait Unit: Any {
-    /// Does the pending work; returns whether there was any.
+    /// Does the pending work; returns whether there was any. `now_ns` is monotonic time.
     fn poll(&mut self, now_ns: u64) -> bool;
     /// A quiet point: nothing translated before is in use any more.
     fn quiet(&mut self) {}
-    /// When work is due even without a notification, by the monotonic clock.
+    /// When work is due even without a notification, in ns of the monotonic clock.
     fn next_due(&self) -> Option<u64> {
         None
     }
@@ -86,7 +86,7 @@ impl Work {
 
 type Mail = Box<dyn FnOnce(&mut Work) + Send>;
 
-/// A worker thread, from outside.
+/// A worker thread, from outside. Dropping it ends the thread and its units, and waits for it.
 pub struct Worker {
     post: mpsc::Sender<Mail>,
     bell: Arc<Bell<OwnedFd>>,
@@ -98,6 +98,9 @@ impl Worker {
     ///
     /// # Errors
     /// No thread or descriptor is left.
+    ///
+    /// # Panics
+    /// `name` contains a NUL.
     pub fn spawn(name: &str, notify: Notify) -> io::Result<Worker> {
         Worker::spawn_by(name, notify, MonotonicClock)
     }
@@ -113,7 +116,7 @@ impl Worker {
     }
 
     /// Runs `job` on the worker's thread, at a point where it touches no ring, and waits for it.
-    /// `None` if the worker is gone.
+    /// `None` if the worker is gone, or `job` panics. Not to be called on that thread itself.
     pub fn call<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Work) -> R + Send + 'static,
@@ -242,14 +245,16 @@ const MAKES_UP: u32 = 2;
 /// has woken it.
 const REST_NS: u64 = 4_000_000;
 
-/// How often a worker that sleeps looks at rings whose drivers do not kick, in ns: the protocol says that they
-/// are polled. It costs the worker a percent or two of its CPU, also while such a ring is disabled.
+/// How often a worker that sleeps looks at rings whose drivers do not kick, in ns: by the protocol
+/// they are polled. It costs the worker a percent or two of its CPU, also while such a ring is
+/// disabled.
 const LOOK_NS: u64 = 500_000;
 
-/// The eventfd of one ring, or none: the worker looks at the ring by itself then. A peer can write to it as often as it likes, or have made it such that
-/// it stays readable (`EFD_SEMAPHORE`). If a kick wakes the worker again and again with nothing in
-/// the ring, the worker listens to it only once in a while until the ring holds something: that is
-/// then late by 4 ms at most.
+/// The eventfd of one ring, or none: a worker that sleeps then looks at the ring every 0.5 ms. A
+/// peer can write to it as often as it likes, or have made it such that it stays readable
+/// (`EFD_SEMAPHORE`). If a kick wakes the worker again and again with nothing in the ring, the
+/// worker listens to it only once in a while until the ring holds something: that is then late by
+/// 4 ms at most.
 pub struct Kick {
     event: Option<PeerFd>,
     in_vain: Cell<u32>,

@@ -81,8 +81,8 @@ where
         self.map.regions.iter().map(|region| (region.first, region.last, region.base))
     }
 
-    /// Marks guest-physical addresses as written, for writes through a [`Window`]. Addresses
-    /// outside of memory are ignored.
+    /// Marks `len` bytes from guest-physical `addr` on as written, for writes through a [`Window`]:
+    /// up to the first byte outside of memory, and none of a range that wraps.
     pub fn mark_range(&self, addr: u64, len: u64) {
         let _ = self.walk(addr, len, Access::Write, |region, offset, len| {
             self.mark_in(region, offset, len);

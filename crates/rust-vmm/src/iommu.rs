@@ -114,11 +114,11 @@ where
 
     /// Stops serving the queues, once the requests that were carried out are completed, and returns
     /// them with their indices: for a pause, or to migrate the guest. The device keeps its state.
-    /// Without queues it was not active.
+    /// An empty list: it was not active.
     ///
     /// # Errors
-    /// [`LocalIommuError::Stuck`]: it is stopped, but completions that waited for an invalidation
-    /// are lost.
+    /// [`LocalIommuError::Stuck`]: it is stopped, but the queues are lost, and completions that
+    /// waited for an invalidation. [`LocalIommuError::NoWorker`].
     pub fn stop(&self) -> Result<Vec<(usize, Queue)>, VmmIommuError> {
         let mut running = self.running.lock();
         let stopped = match self.local.stop() {
@@ -140,7 +140,7 @@ where
     ///
     /// # Errors
     /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: some memory may still be
-    /// reachable.
+    /// reachable. [`LocalIommuError::NoWorker`]: nothing is reset.
     pub fn reset(&self) -> Result<(), VmmIommuError> {
         let mut running = self.running.lock();
         let reset = self.local.reset();

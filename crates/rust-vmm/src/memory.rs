@@ -104,7 +104,7 @@ where
 }
 
 /// Guest memory as a device behind an IOMMU sees it: addresses are IOVAs. See the
-/// [module](super) for how a device uses it.
+/// [crate](crate) for how a device uses it.
 ///
 /// An access that meets a missing translation sends a miss and waits, at most for
 /// [`IotlbConfig::timeout`](ringfence_iotlb::IotlbConfig::timeout). All of an access is
@@ -128,8 +128,9 @@ where
         self.held.check()
     }
 
-    /// Translates all of `parts`, before the first of them is used: sends all misses at once, and
-    /// waits once. A device that has read a chain calls it with its buffers.
+    /// Translates all of `parts` (address, bytes, access), before the first of them is used: sends
+    /// all misses at once, and waits once. A device that has read a chain calls it with its
+    /// buffers.
     ///
     /// # Errors
     /// One of them could not be translated; every later access fails.

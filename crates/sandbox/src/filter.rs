@@ -167,7 +167,8 @@ pub fn refusals() -> u64 {
 pub struct Refusal {
     /// Its number on this architecture.
     pub call: i64,
-    /// The role of its thread, or of the thread that started it, if only that is known.
+    /// The role of its thread; [`Role::Main`] until the thread has [confined](crate::confine)
+    /// itself.
     pub role: Role,
 }
 
@@ -183,12 +184,14 @@ impl std::fmt::Display for Refusal {
 pub struct Refusals;
 
 impl Refusals {
-    /// Poll this for reading; `None` if the process has no filter.
+    /// Poll this for reading; `None` if [`Sandbox::enter`](crate::Sandbox::enter) was not called,
+    /// or has no list of calls for this architecture.
     pub fn fd(&self) -> Option<BorrowedFd<'static>> {
         EVENT.get().map(OwnedFd::as_fd)
     }
 
-    /// Takes what is new: how many refusals since the last call, and the last of them.
+    /// Takes what is new: how many refusals since the last call, and the last of them; `None` if
+    /// there were none.
     pub fn take(&self) -> Option<(u64, Refusal)> {
         let mut count = [0; 8];
         rustix::io::read(EVENT.get()?, &mut count).ok()?;

@@ -25,9 +25,9 @@ pub use self::{
 #[derive(Debug, Default)]
 pub struct Sandbox<'a> {
     /// The user that the process runs as from then on; `None`: unchanged. Changing it takes the
-    /// privilege to do so.
+    /// privilege to do so, and gives up all supplementary groups.
     pub user: Option<Uid>,
-    /// The group that it runs as, with no others; `None`: unchanged.
+    /// The group that it runs as, with no supplementary groups; `None`: unchanged.
     pub group: Option<Gid>,
     /// Folders in which, and below which, it may remove files, such as its sockets at exit.
     pub removes: Vec<BorrowedFd<'a>>,
@@ -87,7 +87,8 @@ impl SandboxError {
 }
 
 impl Sandbox<'_> {
-    /// Gives all of it up, for good. Returns what this kernel does not support, to be reported.
+    /// Gives up, for good, the user, all capabilities, files, and the system calls that no service
+    /// makes. Returns what this kernel does not support, to be reported.
     ///
     /// # Errors
     /// [`SandboxError`]; the process may have given up a part by then, and should end.
@@ -130,7 +131,8 @@ pub fn unsupported() -> Vec<Unsupported> {
 }
 
 /// Confines the calling thread to the calls of its role, for good. Without an
-/// [entered](Sandbox::enter) sandbox this does nothing.
+/// [entered](Sandbox::enter) sandbox this does nothing. If the kernel refuses, a warning is logged,
+/// and the thread keeps the calls that it had.
 pub fn confine(role: Role) {
     if let Err(error) = filter::confine(role) {
         // It keeps the process's list.

@@ -31,7 +31,7 @@ pub struct ManualClock {
 }
 
 impl ManualClock {
-    /// A clock that shows `ns`.
+    /// A clock that shows `ns` nanoseconds.
     pub const fn new(ns: u64) -> ManualClock {
         ManualClock { ns: AtomicU64::new(ns), step: AtomicU64::new(0) }
     }
@@ -41,7 +41,7 @@ impl ManualClock {
         ManualClock { ns: AtomicU64::new(0), step: AtomicU64::new(step) }
     }
 
-    /// Moves the clock forward by `ns`; it stops at the end of time rather than going back.
+    /// Moves the clock forward by `ns` nanoseconds; it stops at `u64::MAX` rather than going back.
     // Ordering: a test that moves the clock moves all that it did before into the past.
     pub fn advance(&self, ns: u64) {
         let mut now = self.ns.load(Ordering::Relaxed);

@@ -81,7 +81,7 @@ pub struct OsCpu {
 
 #[cfg(feature = "std")]
 impl OsCpu {
-    /// The number of CPUs that there can be is read from the operating system.
+    /// Reads from the operating system how many CPUs there can be.
     pub fn new() -> OsCpu {
         // The highest number a CPU may ever have, not how many this process may use: a process
         // bound to CPUs 6 and 7 runs on numbers 6 and 7.

@@ -33,7 +33,8 @@ impl Histogram {
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
-    /// What was recorded so far.
+    /// What was recorded so far. A value that is recorded meanwhile may be in the counts and not in
+    /// the sum, or the reverse.
     pub fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot {
             counts: self.buckets.iter().map(|b| b.load(Ordering::Relaxed)).collect(),
@@ -68,8 +69,8 @@ impl HistogramSnapshot {
         }
     }
 
-    /// The value that `quantile` (0 to 1) of the values do not exceed, to within an eighth; 0 if
-    /// there are no values.
+    /// The value that a share `quantile` (0 to 1) of the values do not exceed, rounded up by at
+    /// most an eighth; 0 if there are no values.
     pub fn quantile(&self, quantile: f64) -> u64 {
         let count = self.count();
         let exact = quantile * count as f64;
@@ -87,7 +88,8 @@ impl HistogramSnapshot {
         0
     }
 
-    /// Every bucket that is not empty: the largest value that falls into it, and how many did.
+    /// Every bucket that is not empty, in ascending order: the largest value that falls into it,
+    /// and how many did.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.counts.iter().enumerate().filter(|(_, n)| **n > 0).map(|(at, n)| (last_of(at), *n))
     }
@@ -106,7 +108,7 @@ impl HistogramSnapshot {
         }
     }
 
-    /// The values of both.
+    /// Adds the values of `other`.
     pub fn merge(&mut self, other: &HistogramSnapshot) {
         if self.counts.len() < other.counts.len() {
             let mut counts = core::mem::take(&mut self.counts).into_vec();

@@ -50,7 +50,7 @@ macro_rules! mutant {
     };
 }
 
-/// What `Debug` shows of a type: its name, and the named parts.
+/// Writes the one method of an `impl Debug`: it shows the type's name and the named parts.
 #[macro_export]
 macro_rules! shows {
     ($name:ident) => {
@@ -66,7 +66,7 @@ macro_rules! shows {
     };
 }
 
-/// Lets counts be added: those of a struct, which are named.
+/// Implements `Add` for a struct of counts, all of whose fields are named.
 #[macro_export]
 macro_rules! sums {
     ($counts:ident: $($field:ident)*) => {

@@ -6,7 +6,7 @@
 //! or function's name, as [`Location::caller`] reports it; nothing at the access itself says that
 //! it can be weakened. A model must fail then. With `RINGFENCE_MUTANT` unset nothing is weakened.
 //!
-//! Steps in the wrong order are not accesses: [`mutant`] asks for those by name.
+//! Steps in the wrong order are not accesses: these have names, which [`mutant`] looks for.
 
 use core::{any::Any, cell::RefCell, fmt, panic::Location};
 use std::{

@@ -81,7 +81,7 @@ impl FromStr for Notify {
     }
 }
 
-/// What to do next while there is nothing to do.
+/// What a thread whose look found nothing does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Look again.
@@ -136,9 +136,9 @@ impl Wait {
         self.now = None;
     }
 
-    /// A look at `now_ns` found nothing: pauses for a moment and returns whether to look again or
-    /// to sleep. `due_ns` is when something will happen without a notification, if that is known: a
-    /// sleep no longer than [`SPIN`] saves nothing.
+    /// A look at `now_ns` found nothing: pauses for a moment and returns [`Next::Look`], or returns
+    /// [`Next::Sleep`] at once. `due_ns` is when, by the same clock, something will happen without
+    /// a notification, if that is known: a sleep no longer than [`SPIN`] saves nothing.
     pub fn step(&mut self, now_ns: u64, due_ns: impl FnOnce() -> Option<u64>) -> Next {
         SHARING.with(|sharing| self.step_on(sharing, now_ns, due_ns, lost_cpu))
     }

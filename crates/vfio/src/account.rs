@@ -59,7 +59,7 @@ impl Account {
     /// [`may_exceed`](Self::may_exceed) from the time at which the rule decides it (rule L53).
     ///
     /// # Errors
-    /// The sum would exceed the limit; nothing is charged then.
+    /// The sum would exceed the limit, or 64 bits; nothing is charged then.
     #[inline]
     pub fn charge(&self, bytes: u64, exceed: bool) -> Result<(), LimitError> {
         let mut used = self.used.load(Relaxed);
@@ -126,7 +126,7 @@ pub struct LimitError {
     pub limit: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Bytes that the charge requested for.
+    /// Bytes that the charge requested.
     pub requested: u64,
     /// Whether the limit is RLIMIT_MEMLOCK.
     pub memlock: bool,

@@ -16,8 +16,8 @@ pub struct DirtyMap {
 }
 
 impl DirtyMap {
-    /// A clean map of `range` in pages of `page` bytes; `None` unless `page` is a power of two that
-    /// divides both ends.
+    /// A clean map of `range` in pages of `page` bytes; `None` unless `page` is a power of two to
+    /// which `range` is aligned, or if there are 2^64 pages.
     pub fn new(range: Range, page: u64) -> Option<DirtyMap> {
         let aligned = |at: u64| at & (page.wrapping_sub(1)) == 0;
         let last = range.last().0;

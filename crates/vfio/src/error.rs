@@ -35,7 +35,7 @@ impl Error {
     }
 
     /// The error that the kernel returned; `None` if the kernel was not called, since something
-    /// else was missing.
+    /// else was missing, or if the source is a domain's error.
     pub fn errno(&self) -> Option<Errno> {
         self.source.as_ref().and_then(Errno::from_io_error)
     }

@@ -23,7 +23,8 @@ const PAGE: u64 = 4096;
 /// As with [`Type1`](crate::Type1), the work is done when a call returns. Mappings may be made
 /// before a device is attached; [`refresh`](Self::refresh) reads the geometry anew after that.
 ///
-/// Dropping it unmaps everything, and removes the address space once no device is attached to it.
+/// Dropping it unmaps everything, and removes the address space; if a device is still attached, the
+/// kernel keeps that, empty, until the iommufd is closed.
 pub struct Iommufd<K: IommufdKernel> {
     space: Space<Ioas<K>>,
     /// The page tables that track dirty pages.
@@ -59,7 +60,8 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// A domain over a new address space.
     ///
     /// # Errors
-    /// [`Error::Gone`]: the kernel does not have address spaces. [`Error::NoMemory`].
+    /// [`Error::Gone`]: the kernel does not have address spaces. [`Error::Unsupported`]: it names
+    /// no page size, or no address that can be mapped. Otherwise the kernel's.
     pub fn new(kernel: K, tuning: Tuning) -> Result<Iommufd<K>> {
         let id = kernel.new_ioas().map_err(|errno| lost(errno, Range::ALL))?;
         let geometry = match geometry_of(&kernel, id) {
@@ -87,7 +89,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// detached.
     ///
     /// # Errors
-    /// The kernel's; the geometry is unchanged then.
+    /// As [`new`](Self::new); the geometry is unchanged then.
     pub fn refresh(&self) -> Result<()> {
         self.space.set_geometry(geometry_of(self.kernel(), self.ioas())?);
         Ok(())
@@ -135,7 +137,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     }
 
     /// Marks in `map` the pages in `range` that devices have written since the last call; they may
-    /// keep writing. Each bit is reported once.
+    /// keep writing. Each bit is reported once: one that lies outside of `map` is lost.
     ///
     /// # Errors
     /// [`Error::WouldSplit`]: a mapping lies only partly in `range`, and nothing was read.

@@ -125,8 +125,8 @@ pub trait Type1Kernel: Send + Sync {
     /// The kernel's (rules L51, L53, L60, L61).
     unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()>;
 
-    /// Unmaps; returns how many bytes were mapped (rules L55-L57, L59). `dirty` goes with
-    /// [`UnmapFlags::GET_DIRTY`].
+    /// Unmaps `size` bytes at `iova` (both 0 with [`UnmapFlags::ALL`]); returns how many bytes were
+    /// mapped (rules L55-L57, L59). `dirty` goes with [`UnmapFlags::GET_DIRTY`].
     ///
     /// # Errors
     /// The kernel's.
@@ -179,7 +179,7 @@ impl Id {
 pub struct IovaRanges {
     /// In ascending order.
     pub ranges: Vec<Range>,
-    /// What addresses and sizes must be multiples of.
+    /// What addresses and sizes must be multiples of, in bytes.
     pub alignment: u64,
 }
 

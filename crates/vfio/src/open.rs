@@ -12,7 +12,7 @@ use crate::{
 /// A PCI device that this process drives: see [`open`].
 #[non_exhaustive]
 pub struct Opened {
-    /// Its registers. Closed before the domain, which it is then no longer attached to.
+    /// Its registers. Dropped before the domain: the device is no longer attached then.
     pub device: Device,
     /// What the device can reach, which is nothing at first: `ringfence_dma::Device::builder` takes
     /// it.
@@ -25,15 +25,15 @@ impl fmt::Debug for Opened {
     }
 }
 
-/// Opens the PCI device at `address` (`0000:01:00.0`), which must have a driver of VFIO's, in a
-/// domain of its own.
+/// Opens the PCI device at `address` (`0000:01:00.0`), which must be bound to a driver of VFIO's
+/// (vfio-pci), and makes a domain for it alone.
 ///
 /// It opens the device's group and attaches it to a new container; where the kernel has iommufd
 /// but no containers, it opens the device's own node and attaches it to a new address space. For
 /// several devices in one domain, or other [`Tuning`], [`kernel`](crate::kernel) has these steps.
 ///
 /// # Errors
-/// The step that failed, and what to do: no IOMMU isolates the device, a driver of the kernel's has
+/// The step that failed, and what to do: no IOMMU isolates the device, a kernel driver is bound to
 /// a device of its group, access is denied.
 pub fn open(address: &str) -> Result<Opened> {
     let failed =

@@ -53,7 +53,7 @@ impl<K: Type1Kernel> Type1<K> {
     ///
     /// # Errors
     /// [`Error::Unsupported`]: the kernel reports no page size, or no address that can be mapped.
-    /// [`Error::Gone`]: it does not respond.
+    /// [`Error::Gone`]: it is no container any more. Otherwise the kernel's.
     pub fn new(kernel: K, tuning: Tuning) -> Result<Type1<K>> {
         let info = kernel.info().map_err(|errno| lost(errno, Range::ALL))?;
         let geometry = geometry_of(&kernel, &info)?;
@@ -85,11 +85,12 @@ impl<K: Type1Kernel> Type1<K> {
         self.kernel().info().ok()?.available.map(u64::from)
     }
 
-    /// Unmaps everything, at one go if the kernel can (rule L56); returns how many bytes were
-    /// mapped. Concurrent calls to map or unmap fail.
+    /// Unmaps everything, at one go if the kernel can (rule L56): then concurrent calls to map or
+    /// unmap fail. Returns how many bytes were mapped.
     ///
     /// # Errors
-    /// The kernel's; mappings that remain are still known here.
+    /// [`Error::Unsupported`] during a [`VaddrUpdate`](crate::VaddrUpdate). Otherwise the kernel's;
+    /// mappings that remain are still known here.
     pub fn unmap_all(&self) -> Result<u128> {
         match self.kernel().has(Extension::UnmapAll) {
             true => self.space.unmap_all(|| self.kernel().unmap(UnmapFlags::ALL, 0, 0, None)),
@@ -111,7 +112,7 @@ impl<K: Type1Kernel> Type1<K> {
     }
 
     /// Marks in `map` the pages in `range` that devices have written since the last call; they may
-    /// keep writing. Each bit is reported once.
+    /// keep writing. Each bit is reported once: one that lies outside of `map` is lost.
     ///
     /// # Errors
     /// [`Error::WouldSplit`]: a mapping lies only partly in `range`, and nothing was read.

@@ -34,8 +34,8 @@ impl<K: Type1Kernel> Type1<K> {
     /// nothing can be mapped or unmapped, and no group be attached.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY with
-    /// groups of emulated devices). Nothing was changed.
+    /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY
+    /// with groups of emulated devices). Nothing was changed.
     pub fn begin_vaddr_update(&self) -> Result<VaddrUpdate<'_, K>> {
         let kernel = self.kernel();
         if !kernel.has(Extension::UpdateVaddr) || !kernel.has(Extension::UnmapAll) {
@@ -54,7 +54,8 @@ impl<K: Type1Kernel> Type1<K> {
 
 impl<K: Type1Kernel> VaddrUpdate<'_, K> {
     /// Gives each mapping the address that `moved` returns for its range and its old address; it is
-    /// called once for each. After an error, call again to retry those that are left.
+    /// called once for each, and again where it returned an impossible address. After an error,
+    /// call again to retry those that are left.
     ///
     /// # Safety
     /// At the new address lies the very memory that was mapped, and the promise of

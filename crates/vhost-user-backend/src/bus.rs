@@ -47,7 +47,7 @@ impl Bus {
     }
 
     /// Keeps a translation in use for asynchronous I/O. `None` if no lease is needed, or the range
-    /// is not mapped.
+    /// is empty or wraps.
     pub fn lease(&self, addr: u64, len: u64) -> Option<Lease> {
         self.view()?.lease(addr, len)
     }
@@ -80,19 +80,19 @@ impl Bus {
         self.view().is_none_or(|view| view.prefetch(addr, len, access))
     }
 
-    /// Counts the updates and refusals for misses; see [`View::updates_seen`].
+    /// The count of updates and refusals for misses; see [`View::updates_seen`].
     #[inline]
     pub fn updates(&self) -> u64 {
         self.view().map_or(0, View::updates_seen)
     }
 
-    /// Counts how often the endpoint was rebound; see [`View::bindings`].
+    /// How often the endpoint was rebound; see [`View::bindings`].
     #[inline]
     pub fn bindings(&self) -> u64 {
         self.view().map_or(0, View::bindings)
     }
 
-    /// Counts the misses; see [`View::misses_sent`].
+    /// The count of misses; see [`View::misses_sent`].
     #[inline]
     pub fn misses(&self) -> u64 {
         self.view().map_or(0, View::misses_sent)
@@ -112,7 +112,8 @@ impl Bus {
         self.view()?.iotlb()
     }
 
-    /// The time-out of an access that waits for its translation.
+    /// The time-out of an access that waits for its translation; zero without an
+    /// [IOTLB](Self::iotlb).
     pub fn timeout(&self) -> Duration {
         self.iotlb().map_or(Duration::ZERO, |iotlb| iotlb.config().timeout)
     }

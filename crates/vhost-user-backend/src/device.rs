@@ -45,7 +45,7 @@ pub trait Device: Send + 'static {
         1
     }
     /// The features that it offers besides those of rings (virtio 1.3, bits 0 to 23 and from 50
-    /// on).
+    /// on), as a mask.
     fn features(&self) -> u64 {
         0
     }
@@ -352,9 +352,9 @@ pub struct Requests<D: Device> {
 }
 
 impl<D: Device> Requests<D> {
-    /// A device as a vhost-user back end. `workers` serve its queues in turn, as their unit number
-    /// `unit`, which no other back end has on these workers at the same time; `name` appears in
-    /// messages.
+    /// A device as a vhost-user back end. `workers`, at least one, share its queues (queue n is
+    /// that of worker n modulo their number), as their unit number `unit`, which no other back end
+    /// has on these workers at the same time; `name` appears in messages.
     pub fn backend(
         device: D,
         name: &str,

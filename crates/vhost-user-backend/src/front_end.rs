@@ -66,7 +66,7 @@ impl FrontEnd {
         self.features
     }
 
-    /// Whether this feature was negotiated.
+    /// Whether this feature, a mask of one bit, was negotiated.
     pub fn has(&self, feature: u64) -> bool {
         self.features & feature != 0
     }
@@ -118,12 +118,12 @@ impl FrontEnd {
         self.log = log.cloned();
     }
 
-    /// Stores a ring's interrupt descriptor, for its next start too. Once the ring has it, it is to be
-    /// notified: what was given back before may have been signalled to nobody, or where nobody
-    /// listened any more, and the driver waits for that.
+    /// Stores a ring's interrupt descriptor, for its next start too, and returns its notifier. Once
+    /// the ring has it, notify it: an earlier interrupt may have had no descriptor, or one that was
+    /// no longer read, and the driver waits for it.
     ///
     /// # Errors
-    /// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.
+    /// It cannot be notified without blocking: see [`NotifierError`].
     pub fn set_call(
         &mut self,
         ring: u16,
@@ -132,10 +132,10 @@ impl FrontEnd {
         keep(&mut self.calls, ring, call)
     }
 
-    /// Stores the descriptor that signals a ring's failure.
+    /// Stores the descriptor that signals a ring's failure, and returns its notifier.
     ///
     /// # Errors
-    /// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.
+    /// It cannot be notified without blocking: see [`NotifierError`].
     pub fn set_err(
         &mut self,
         ring: u16,
@@ -194,7 +194,7 @@ fn warn_once(warned: &mut bool, source: &str, what: fmt::Arguments<'_>) {
 /// The notifier for a descriptor that the front end brings for a ring.
 ///
 /// # Errors
-/// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.
+/// It cannot be notified without blocking: see [`NotifierError`].
 pub fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, HandlerError> {
     let notifier = event.map(Notifier::new).transpose();
     Ok(notifier.map_err(|source| BadEvent { ring, source })?)

@@ -122,8 +122,8 @@ impl Translation {
 
     /// Carries out IOTLB messages of the front end, as
     /// [`Handler::iotlb_all`](vhost_user::Handler::iotlb_all) gets them, which have taken effect on
-    /// return: waits for the workers when all are begun, so mostly once. Fails for an update outside
-    /// of memory, a table that is full, or if the connection ended before I/O that uses an
+    /// return: waits for the workers when all are begun, so mostly once. Fails for an update
+    /// outside of memory, a table that is full, or if the connection ended before I/O that uses an
     /// invalidated range.
     pub(crate) fn messages(
         &mut self,

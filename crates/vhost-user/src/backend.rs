@@ -38,12 +38,12 @@ pub struct RingSetup {
 /// and the state of the connection before it calls a method, and calls all methods on the thread
 /// that serves.
 ///
-/// An error refuses the request: the server reports it to the front end if that asked for an
+/// An error refuses the request: the server reports it to the front end if the request needs an
 /// acknowledgement (REPLY_ACK), and otherwise ends the connection.
 #[allow(unused_variables, reason = "defaults that do nothing")]
 pub trait Handler {
     /// A connection is about to be served. Until [`disconnected`](Self::disconnected), `connection`
-    /// says whether the front end is there. Nothing else limits what a device waits for on the
+    /// shows whether the front end is there. Nothing else limits what a device waits for on the
     /// front end's behalf (rule D15), so a device that may wait keeps the handle.
     fn connected(&mut self, connection: Shutdown) {}
 
@@ -51,8 +51,8 @@ pub trait Handler {
     /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30, and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
     fn features(&self) -> u64;
 
-    /// Features that it may not offer, and with which it serves a driver all the same: an earlier process may
-    /// have offered them, which the front end does not ask again.
+    /// Features that it accepts although it may not offer them: an earlier process may have offered
+    /// them, and the front end does not read the offer again.
     fn tolerated(&self) -> u64 {
         0
     }
@@ -69,7 +69,7 @@ pub trait Handler {
     /// How many rings the device has.
     fn queues(&self) -> u16;
 
-    /// What GET_QUEUE_NUM replies: some back ends of networks count pairs of rings.
+    /// The reply to GET_QUEUE_NUM: some back ends of networks count pairs of rings.
     fn queue_num(&self) -> u16 {
         self.queues()
     }
@@ -88,8 +88,8 @@ pub trait Handler {
         32768
     }
 
-    /// The front end has negotiated these virtio features (a subset of those offered, without bits
-    /// 30 and 26). No ring runs.
+    /// The front end has negotiated these virtio features (a subset of those offered and
+    /// [tolerated](Self::tolerated), without bits 30 and 26). No ring runs.
     ///
     /// # Errors
     /// The device cannot work with them.
@@ -210,7 +210,7 @@ pub trait Handler {
     fn settled(&mut self) {}
 
     /// The front end has replied to a message that was sent on the [`BackendChannel`] with `number`
-    /// and asked for a reply (rule D9). `done`: whether it did what the message requires, such as
+    /// for a reply (rule D9). `done`: whether it did what the message requires, such as
     /// sending an update for a miss.
     fn channel_reply(&mut self, message: Iotlb, number: u64, done: bool) {}
 

@@ -27,7 +27,7 @@ use crate::{
     msg::{Header, code},
 };
 
-/// Most messages that ask for a reply and have none yet, or whose reply is not taken yet. Beyond
+/// Most messages that need a reply and have none yet, or whose reply is not taken yet. Beyond
 /// it no such message is sent.
 pub(crate) const MOST_REPLIES: u32 = 256;
 
@@ -41,12 +41,13 @@ const BATCH: usize = 64;
 
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
 ///
-/// Workers send on it without ever blocking; a thread of the connection's reads the replies. No message
-/// begins while every ring is stopped (rule D27); the rest of one that was cut is still sent.
+/// Workers send on it without ever blocking; a thread of the connection's reads the replies. No
+/// message begins while every ring is stopped (rule D27); the rest of one that was cut is still
+/// sent.
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: PeerFd,
-    /// Whether the front end replies to messages that ask for it (REPLY_ACK).
+    /// Whether the front end replies to messages that need a reply (REPLY_ACK).
     acks: bool,
     outbox: Mutex<Outbox>,
     received: Mutex<Received>,
@@ -90,7 +91,7 @@ impl BackendChannel {
 
     /// A channel that another process has used, with so many replies still to come. If that process
     /// has died, their number is unknown (`None`), and replies could not be matched to requests:
-    /// this channel asks for none.
+    /// this channel requests none.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -115,9 +116,10 @@ impl BackendChannel {
     }
 
     /// Sends IOTLB messages (misses and access failures, rule D16) without blocking, many with one
-    /// call. A number asks for a reply (rule D9), which
+    /// call. A number requests a reply (rule D9; with REPLY_ACK only), which
     /// [`Handler::channel_reply`](crate::Handler::channel_reply) gets with that number. Returns
-    /// how many were sent, from the first on: for the rest there is no room now.
+    /// how many were sent, from the first on: for the rest there is no room now, every ring is
+    /// stopped, or the channel has ended.
     pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, Option<u64>)>) -> usize {
         let mut messages = messages.into_iter().fuse();
         let mut outbox = self.outbox.lock();
@@ -164,7 +166,8 @@ impl BackendChannel {
     }
 
     /// Notifies the front end that the configuration space has changed (BACKEND_CONFIG_CHANGE_MSG);
-    /// false if there is no room, or no ring runs (rule D27): try again later. Needs CONFIG.
+    /// false if there is no room, or no ring runs (rule D27): try again later; also if the channel
+    /// has ended. Needs CONFIG.
     pub fn config_changed(&self) -> bool {
         let header = Header::request(code::BACKEND_CONFIG_CHANGE_MSG, false, 0);
         self.send(&mut self.outbox.lock(), header.as_bytes(), Header::LEN) == 1
@@ -277,7 +280,7 @@ impl BackendChannel {
     }
 
     /// How many replies are still to come on a channel that was [left](Self::leave); `None`:
-    /// unknown, or more than one process asks for.
+    /// unknown, or more than one process requests.
     pub(crate) fn to_come(&self) -> Option<u32> {
         let foreign = self.received.lock().foreign?;
         let pending = self.outbox.lock().pending.len() as u32;

@@ -56,7 +56,7 @@ type Result<T> = std::result::Result<T, FrontendError>;
 
 /// One connection to a back end.
 ///
-/// Requests block until they are replied to or the time limit passes. The protocol has replies to
+/// Requests block until they are replied to or the time-out is over. The protocol has replies to
 /// some requests only; with REPLY_ACK all are acknowledged, so that a request that returned `Ok`
 /// was carried out. Without it, the others return once they are sent.
 #[derive(Debug)]
@@ -265,7 +265,7 @@ impl Frontend {
     }
 
     /// Makes a request whose reply, if it has one or REPLY_ACK was negotiated, is whether it was
-    /// done; `fds` are its descriptors, as many as [`Request::fds`] says.
+    /// done; `fds` are its descriptors, as many as [`Request::fds`] returns.
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -323,7 +323,8 @@ impl Frontend {
         self.make(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
     }
 
-    /// SET_VRING_BASE: where the back end begins in the available ring.
+    /// SET_VRING_BASE: where the back end begins in the ring (see
+    /// [`RingSetup::base`](crate::RingSetup::base)).
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -331,7 +332,8 @@ impl Frontend {
         self.make(Request::SetVringBase { ring: ring.into(), base }, &[])
     }
 
-    /// GET_VRING_BASE: stops the ring; returns its next available index.
+    /// GET_VRING_BASE: stops the ring; returns its position (see
+    /// [`RingSetup::base`](crate::RingSetup::base)).
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -386,8 +388,8 @@ impl Frontend {
     /// ACCESS_PLATFORM (rule D1). An update must lie within memory that was announced (rule D5).
     /// [`IotlbHandle::post`] sends many at once.
     ///
-    /// Every IOTLB message has a reply (rule D13). Where REPLY_ACK was negotiated the message asks
-    /// for it as well: some back ends send none otherwise.
+    /// Every IOTLB message has a reply (rule D13). Where REPLY_ACK was negotiated the message sets
+    /// need_reply as well: some back ends send none otherwise.
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -485,7 +487,8 @@ impl IotlbHandle {
     /// without waiting. Call it repeatedly while messages are in flight.
     ///
     /// # Errors
-    /// See [`FrontendError`]. [`FrontendError::Refused`]: of a posted message; reported once.
+    /// See [`FrontendError`]. [`FrontendError::Refused`]: of the first posted message that was
+    /// refused since the last report.
     pub fn flush(&self) -> Result<()> {
         self.link.flush()
     }
@@ -498,7 +501,7 @@ impl IotlbHandle {
         self.link.settle()
     }
 
-    /// The messages in wire format, and whether they ask for replies.
+    /// The messages in wire format, and whether they set need_reply.
     fn check(&self, messages: &[Iotlb]) -> Result<(Vec<IotlbWire>, bool)> {
         let request = code::IOTLB_MSG;
         let mut wires = Vec::with_capacity(messages.len());

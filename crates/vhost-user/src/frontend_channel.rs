@@ -30,13 +30,13 @@ pub enum BackendMessage {
     ConfigChange,
 }
 
-/// A message of the back end, and whether it asks for a reply.
+/// A message of the back end, and whether it needs a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "it may need a reply"]
 pub struct BackendRequest {
     /// Its content.
     pub message: BackendMessage,
-    /// Whether the back end asks for a reply once the message has been carried out, or has failed
+    /// Whether a reply is needed once the message has been carried out, or has failed
     /// (rule D9). Replies are sent in the order of the messages.
     pub need_reply: bool,
 }
@@ -75,9 +75,9 @@ impl FrontendChannel {
         self.inbox.take(false)?.map(|message| parse(&message)).transpose()
     }
 
-    /// Waits up to `limit` for a message to begin, and appends all messages that have arrived by
-    /// then to `into`; false if the back end has hung up. Replying to all of them at once saves a
-    /// round trip for each.
+    /// Waits up to `limit` for a message to begin (`None`: without a limit), and appends all
+    /// messages that have arrived by then to `into`, perhaps none; false if the back end has hung
+    /// up. Replying to all of them at once saves a round trip for each.
     ///
     /// # Errors
     /// As [`recv`](Self::recv); the messages before the invalid one are appended.
@@ -97,7 +97,7 @@ impl FrontendChannel {
         Ok(true)
     }
 
-    /// Replies to a message if it asks for a reply: `done` is whether it was carried out. For a
+    /// Replies to a message if it needs a reply: `done` is whether it was carried out. For a
     /// miss, send the update first (rule D9).
     ///
     /// # Errors

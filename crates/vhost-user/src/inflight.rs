@@ -7,7 +7,7 @@
 //! read once, checked, and from then on only written.
 //!
 //! Behind the queues' parts there is a word for the device, for anything else that the next process
-//! needs. The front end keeps as many bytes as the back end has asked for, and no other program
+//! needs. The front end keeps as many bytes as the back end has allocated, and no other program
 //! interprets these: a region that another program made has no such word, or zeroes.
 //!
 //! A process that dies has done every store before some point of its program and none behind it. So
@@ -51,7 +51,7 @@ pub enum InflightError {
     /// It cannot be made or mapped.
     #[error(transparent)]
     Memory(#[from] MemError),
-    /// No queues, or queues without descriptors.
+    /// No queues, or queues of no descriptors or more than 32768.
     #[error("an in-flight region for {queues} queues of {size} descriptors")]
     Shape {
         /// How many queues.
@@ -106,7 +106,7 @@ impl InflightRegion {
     /// `packed`: the format of the rings. Also returns the file for the front end.
     ///
     /// # Errors
-    /// No queue or descriptor, or a system call failed.
+    /// [`InflightError::Shape`], or a system call failed.
     pub fn allocate(
         queues: u16,
         size: u16,
@@ -122,7 +122,8 @@ impl InflightRegion {
     /// Maps a region that the front end has kept.
     ///
     /// # Errors
-    /// A place that does not lie in the file or is too short, or a system call failed.
+    /// [`InflightError::Shape`], [`InflightError::TooShort`], a place that does not lie in the
+    /// file, or a system call failed.
     pub fn open(
         fd: impl AsFd,
         place: &msg::Inflight,
@@ -165,8 +166,8 @@ impl InflightRegion {
     /// The part of a split ring's queue, brought up to date, with the heads of the descriptor
     /// chains that were taken and not completed, in the order in which they were taken: the caller
     /// carries them out again, and they are still in flight. `used_idx` is the current index of the
-    /// used ring, which has `size` descriptors. The ring goes on at [`SplitInflight::base`], whatever
-    /// the front end sends.
+    /// used ring, which has `size` descriptors. The ring goes on at [`SplitInflight::base`],
+    /// whatever the front end sends.
     ///
     /// # Errors
     /// [`InflightError::NoQueue`], [`InflightError::Ring`], [`InflightError::Version`],

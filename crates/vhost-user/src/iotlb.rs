@@ -120,8 +120,8 @@ impl IotlbWire {
 }
 
 impl Iotlb {
-    /// The message as it goes over the wire; `None` if its range cannot be written: [0, 2^64-1]
-    /// has a size of 2^64. See [`halves`](Self::halves).
+    /// The message as it goes over the wire; `None` if its range cannot be written: `last` is below
+    /// `first`, or it is [0, 2^64-1] with a size of 2^64 (see [`halves`](Self::halves)).
     pub fn emit(&self) -> Option<IotlbWire> {
         let wire = |kind, iova, size, user_addr, access: Option<Access>| IotlbWire {
             iova,

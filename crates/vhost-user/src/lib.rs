@@ -4,8 +4,8 @@
 //!
 //! - [`msg`]: the wire: header, payloads, the IOTLB messages; parse and emit are inverses.
 //! - [`Frontend`]: sends requests, and waits with a time-out for the reply where there is one.
-//! - [`Server`]: replies to requests, and calls a [`Handler`] with values that were checked: whatever
-//!   bytes and descriptors arrive, the worst outcome is a closed connection with a reason.
+//! - [`Server`]: replies to requests, and calls a [`Handler`] with values that were checked:
+//!   whatever bytes and descriptors arrive, the worst outcome is a closed connection with a reason.
 //! - [`BackendChannel`] and [`FrontendChannel`]: the two ends of the channel on which the back end
 //!   sends requests: IOTLB misses, above all.
 //! - [`InflightRegion`]: what a back end has taken and not completed, so that another can go on.
@@ -15,8 +15,8 @@
 //! (rule D28). The [`Server`] keeps that state: it never starts a running ring of a [`Handler`] or
 //! stops a stopped one, and stops every ring when the connection ends.
 //!
-//! The IOTLB messages are read, checked and replied to here; the device provides the cache that they
-//! fill.
+//! The IOTLB messages are read, checked and replied to here; the device provides the cache that
+//! they fill.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
 //! The wire: header, requests, the IOTLB messages.
 //!
 //! Everything is in native byte order: both ends are on one machine. [`Request::parse`] accepts
-//! exactly what [`Request::payload`] makes, and leaves no check for later, apart from those that
-//! depend on the state of the connection.
+//! what [`Request::payload`] makes, and forms that only other senders use. Regions, IOTLB messages,
+//! and what depends on the state of the connection are checked later.
 
 pub mod code;
 mod request;
@@ -35,7 +35,7 @@ pub const MAX_FDS: usize = 8;
 pub const MAX_TABLE_REGIONS: usize = 8;
 /// Most bytes of configuration space in one message.
 pub const MAX_CONFIG: usize = 256;
-/// The longest payload of any supported message.
+/// Most bytes of payload in one message: every supported one fits.
 pub const MAX_PAYLOAD: usize = 512;
 
 bitflags! {
@@ -141,7 +141,8 @@ pub struct RingAddresses {
     pub avail: u64,
     /// The used ring.
     pub used: u64,
-    /// Where writes to the used ring are logged (guest-physical), if they are.
+    /// Where writes to the used ring are logged, if they are: guest-physical, or with
+    /// ACCESS_PLATFORM an IOVA.
     pub log: Option<u64>,
 }
 

@@ -55,7 +55,7 @@ pub enum ServeError {
     /// The peer's bytes are no valid message, or not valid now.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// The device refused a request that did not ask for an acknowledgement.
+    /// The device refused a request, and no acknowledgement could report that.
     #[error("{} was refused: {why}", msg::code::name(*request))]
     Refused {
         /// The request.
@@ -209,7 +209,8 @@ impl<H: Handler> Server<H> {
         self.most_mapped = bytes;
     }
 
-    /// A handle that ends [`serve`](Self::serve).
+    /// A handle that ends [`serve`](Self::serve). One that was made before
+    /// [`set_keeper`](Self::set_keeper) cannot [leave](Shutdown::leave) the connection.
     pub fn shutdown_handle(&self) -> Shutdown {
         let stream = Arc::clone(&self.channel.stream);
         let (stopping, mapped) = (Arc::clone(&self.stopping), Arc::clone(&self.mapped));
@@ -228,9 +229,10 @@ impl<H: Handler> Server<H> {
     }
 
     /// Serves until the front end hangs up or [`Shutdown`] is used (`Ok`), or the connection must
-    /// end for another reason. When it returns, all rings are stopped and the connection is closed.
-    /// A request that has no reply may not be carried out if the front end hangs up behind it
-    /// while its [`Closer`](ringfence_run::Closer) is full.
+    /// end for another reason. When it returns, all rings are stopped, and the connection is closed
+    /// or [left](Shutdown::leave) to another process. A request that has no reply may not be
+    /// carried out if the front end hangs up behind it while its
+    /// [`Closer`](ringfence_run::Closer) is full.
     ///
     /// # Errors
     /// See [`ServeError`].

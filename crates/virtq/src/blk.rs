@@ -12,7 +12,7 @@ pub const SECTOR: u64 = 512;
 /// The length of the data of [`Kind::GetId`].
 pub const ID_BYTES: usize = 20;
 
-/// Feature bits.
+/// Feature bits, as masks.
 pub mod feature {
     /// `size_max` in the configuration is valid.
     pub const SIZE_MAX: u64 = 1 << 1;
@@ -90,7 +90,7 @@ impl Kind {
         self as u32
     }
 
-    /// The kind of a number; `None` if this device does not support it.
+    /// The kind of a number; `None` if it is none of these.
     pub fn from_code(code: u32) -> Option<Kind> {
         Kind::try_read_from_bytes(&code.to_ne_bytes()).ok()
     }
@@ -121,7 +121,7 @@ impl Status {
 pub struct BlkConfig {
     /// Sectors of 512 bytes.
     pub capacity: U64,
-    /// Largest segment; 0 without its feature.
+    /// Most bytes of a segment; 0 without its feature.
     pub size_max: U32,
     /// Most segments of data in a request.
     pub seg_max: U32,
@@ -131,7 +131,7 @@ pub struct BlkConfig {
     pub blk_size: U32,
     /// Physical block exponent, alignment, minimum and optimal I/O size.
     pub topology: [u8; 8],
-    /// Cache mode.
+    /// Cache mode: 0 write-through, 1 write-back.
     pub writeback: u8,
     /// Nothing.
     pub unused0: u8,

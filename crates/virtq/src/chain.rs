@@ -9,7 +9,7 @@ use crate::ChainFault;
 pub struct Desc {
     /// Its address, as the device sees it: an IOVA with `ACCESS_PLATFORM`, else guest-physical.
     pub addr: u64,
-    /// Its length in bytes. 0 is legal and means nothing.
+    /// Its length in bytes. 0 is legal: an empty buffer.
     pub len: u32,
     /// Whether the device writes it (and does not read it).
     pub write: bool,

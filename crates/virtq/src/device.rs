@@ -77,11 +77,12 @@ impl RingConfig {
     }
 }
 
-/// The most descriptors that one [`peek_from`](Queue::peek_from) reads in the rings, and in indirect tables.
+/// The most descriptors that one [`peek_from`](Queue::peek_from) reads in the ring, and the most
+/// that it reads in indirect tables.
 pub const PEEK_DESCS: usize = 512;
 
-/// What [`peek_from`](Queue::peek_from) shows. It is unchecked and may be gone by the time that the chain is
-/// taken.
+/// What [`peek_from`](Queue::peek_from) shows. It is unchecked and may be gone by the time that the
+/// chain is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Glimpse {
     /// A buffer.
@@ -306,11 +307,12 @@ impl Queue {
         either!(&mut self.0, ring => ring.pop_more(mem, most, burst))
     }
 
-    /// Shows `each` the buffers of the available chains from number `skip` to `ahead` that are not
-    /// taken yet, and of their indirect tables as far as these can be read, without taking them: to
-    /// request all translations that they will need at once. Returns how many chains were seen, those
-    /// skipped included: what to skip when more have come, as long as none is taken. Nothing is
-    /// checked, errors are ignored, and no more than [`PEEK_DESCS`] descriptors are read.
+    /// Shows `each` the buffers of the available chains `skip .. ahead`, of which 0 is the next to
+    /// be taken, and of their indirect tables as far as these can be read, without taking them: to
+    /// request all translations that they will need at once. Returns how many chains were seen,
+    /// those skipped included: what to skip when more have come, as long as none is taken. Nothing
+    /// is checked, errors are ignored, and no more descriptors are read than [`PEEK_DESCS`] in the
+    /// ring, and as many in indirect tables.
     ///
     /// Tables are read through `mem` after `each` was shown them: `mem` may note a miss in such a
     /// read.
@@ -336,7 +338,7 @@ impl Queue {
     /// taken before.
     ///
     /// # Panics
-    /// `head` is not in flight: the device's own mistake.
+    /// `head` is not in flight, or the areas were never found: the device's own mistake.
     #[inline]
     pub fn push_used(&mut self, head: u16, len: u32) {
         either!(&mut self.0, ring => ring.push_used(head, len));
@@ -365,8 +367,9 @@ impl Queue {
     }
 
     /// Enables a kick with the next available chain. True if one is there already, for which none
-    /// may come: look again before going to sleep. To be called before each sleep, also when the
-    /// last call was not followed by [`suppress_kicks`](Self::suppress_kicks).
+    /// may come, or if the queue is broken: look again before going to sleep. To be called before
+    /// each sleep, also when the last call was not followed by
+    /// [`suppress_kicks`](Self::suppress_kicks).
     #[must_use]
     pub fn enable_kicks(&mut self) -> bool {
         either!(&mut self.0, ring => ring.enable_kicks())
@@ -377,7 +380,8 @@ impl Queue {
         either!(&self.0, ring => ring.next_avail())
     }
 
-    /// How many chains are taken and not yet given back.
+    /// How many chains are taken and not yet given back; in a split ring also those of an earlier
+    /// device that are not taken again.
     pub fn in_flight(&self) -> u16 {
         either!(&self.0, ring => ring.in_flight())
     }

@@ -217,8 +217,9 @@ impl Queue {
     }
 
     /// Enables an interrupt with the next used chain. True if one is there already, for which none
-    /// may come: look again before going to sleep. To be called before each sleep, also when the
-    /// last call was not followed by [`suppress_notifications`](Self::suppress_notifications).
+    /// may come, or if the queue is broken: look again before going to sleep. To be called before
+    /// each sleep, also when the last call was not followed by
+    /// [`suppress_notifications`](Self::suppress_notifications).
     #[must_use]
     pub fn enable_notifications(&mut self) -> bool {
         either!(&mut self.0, ring => ring.enable_notifications())

@@ -276,12 +276,13 @@ pub enum AddError {
     /// A chain has at least one descriptor.
     #[error("a chain of no descriptors")]
     Empty,
-    /// A chain may not be longer than the queue (virtio 2.7.5.3.1), indirect or not.
+    /// A chain may not be longer than the queue (virtio 2.7.5.3.1); one in an indirect table may
+    /// have [`MAX_INDIRECT`](crate::layout::MAX_INDIRECT) descriptors if that is more.
     #[error("a chain of {wanted} descriptors in a queue of {size}")]
     TooMany {
         /// How many the chain has.
         wanted: usize,
-        /// The queue's size.
+        /// How many it may have.
         size: u16,
     },
     /// What the device writes comes after all that it reads (virtio 2.7.4.2).

@@ -115,7 +115,7 @@ pub mod packed {
     /// Event flags: one is wanted when the place has been passed (with `EVENT_IDX` only).
     pub const EVENT_DESC: u16 = 2;
 
-    /// Whether a packed queue may have this size: anything up to [`MAX_SIZE`].
+    /// Whether a packed queue may have this size: anything from 1 to [`MAX_SIZE`].
     pub const fn is_size(size: u16) -> bool {
         0 < size && size <= MAX_SIZE
     }

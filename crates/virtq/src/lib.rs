@@ -12,11 +12,11 @@
 //! ```
 //!
 //! A split virtqueue is three areas of memory that a driver and a device share: a table of
-//! descriptors, a ring in which the driver makes chains of them *available*, and a ring in which the
-//! device gives them back as *used*. A packed one is a single ring of descriptors: the driver makes
-//! them available in their order, and the device overwrites them with what it gives back; a flag of
-//! each, compared with the parity of the lap, shows whose turn it is. Two small structures beside it
-//! hold which notifications each end wants.
+//! descriptors, a ring in which the driver makes chains of them *available*, and a ring in which
+//! the device gives them back as *used*. A packed one is a single ring of descriptors: the driver
+//! makes them available in their order, and the device overwrites them with what it gives back; two
+//! flags of each, compared with the parity of the lap, show whose turn it is. Two small structures
+//! beside it hold which notifications each end wants.
 //!
 //! - [`driver::Queue`] makes buffers available and takes them back.
 //! - [`device::Queue`] takes [`Chain`]s, one by one or in a [`device::Burst`], and gives them back.
@@ -41,13 +41,13 @@ pub mod testing;
 pub use chain::{Chain, Desc, cut};
 pub use error::{AddError, Area, ChainFault, RingError};
 
-/// Feature bit: descriptors may refer to a table of descriptors (`VIRTIO_F_INDIRECT_DESC`).
+/// Feature (bit 28): descriptors may refer to a table of descriptors (`VIRTIO_F_INDIRECT_DESC`).
 pub const F_INDIRECT_DESC: u64 = 1 << 28;
-/// Feature bit: notifications are requested by index (`VIRTIO_F_EVENT_IDX`).
+/// Feature (bit 29): notifications are requested by index (`VIRTIO_F_EVENT_IDX`).
 pub const F_EVENT_IDX: u64 = 1 << 29;
-/// Feature bit: the device follows virtio 1.x (`VIRTIO_F_VERSION_1`).
+/// Feature (bit 32): the device follows virtio 1.x (`VIRTIO_F_VERSION_1`).
 pub const F_VERSION_1: u64 = 1 << 32;
-/// Feature bit: the addresses that the device sees are translated (`VIRTIO_F_ACCESS_PLATFORM`).
+/// Feature (bit 33): an IOMMU translates the device's addresses (`VIRTIO_F_ACCESS_PLATFORM`).
 pub const F_ACCESS_PLATFORM: u64 = 1 << 33;
-/// Feature bit: the ring is packed (`VIRTIO_F_RING_PACKED`).
+/// Feature (bit 34): the ring is packed (`VIRTIO_F_RING_PACKED`).
 pub const F_RING_PACKED: u64 = 1 << 34;

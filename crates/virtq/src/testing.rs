@@ -73,6 +73,9 @@ impl Ram {
 
     /// The same memory, seen in pieces that do not cross a multiple of `piece` bytes from its base,
     /// as if each were mapped elsewhere. Windows are still contiguous.
+    ///
+    /// # Panics
+    /// `piece` is 0.
     pub fn fragmented(self, piece: u64) -> Ram {
         assert!(piece > 0, "pieces of no bytes");
         Ram { piece, ..self }

@@ -46,9 +46,9 @@ pub struct BlkOptions {
     pub disk: Disk,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// The ID that drivers read (GET_ID), which is also its name in the log.
+    /// The ID that drivers read (GET_ID), up to 20 bytes of it; also its name in the log.
     pub id: Arc<str>,
-    /// How many queues it offers.
+    /// How many queues it offers: at most 256, the rings that vhost-user can start.
     pub queues: u16,
     /// Its endpoint of an IOMMU in this process. With one, the device offers
     /// `VIRTIO_F_ACCESS_PLATFORM`.
@@ -61,7 +61,7 @@ pub struct BlkOptions {
     pub iotlb: Option<IotlbConfig>,
     /// The number of its units among a worker's.
     pub unit: u32,
-    /// Its counters.
+    /// Its counters, made for as many queues.
     pub figures: Arc<BlkFigures>,
 }
 

@@ -49,7 +49,7 @@ pub enum Action {
         write: bool,
         /// Where on the disk, in bytes.
         offset: u64,
-        /// How many bytes: a multiple of the sector size.
+        /// How many bytes: a multiple of the sector size, perhaps 0.
         len: u64,
     },
     /// Make what was written durable.
@@ -183,6 +183,9 @@ pub(super) fn part(
 ///
 /// # Errors
 /// An address cannot be reached; what came before it was moved.
+///
+/// # Panics
+/// If the range is not on the disk, which [`parse`] checks.
 pub fn transfer(
     chain: &Chain,
     mem: &impl Translate,
@@ -277,7 +280,7 @@ pub(super) fn identify(
 /// 0 if not even the status could be.
 ///
 /// # Errors
-/// The translation is missing.
+/// The translation of the status byte is missing: to be tried again.
 pub fn complete(
     chain: &Chain,
     mem: &impl Translate,

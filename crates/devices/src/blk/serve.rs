@@ -30,11 +30,12 @@ pub struct BlkServer {
 }
 
 impl BlkServer {
-    /// Requests to `disk`, which may be only read, from a ring of `size`. Writes are durable when they
-    /// are completed, while `through` is set.
+    /// Requests to `disk`, which may be only read, from a ring of `size` descriptors. Writes are
+    /// durable when they are completed, while `through` is set.
     ///
     /// # Errors
-    /// The kernel refuses an io_uring.
+    /// Of a file: there is no io_uring for it ([`FileIo::new`](crate::disk::FileIo::new)), or no
+    /// memory for buffers of the service's own.
     pub fn new(
         (disk, read_only): (&Disk, bool),
         id: &Arc<str>,

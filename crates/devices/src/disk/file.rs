@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Image, submitter::Pending};
 
-/// What to do with the file.
+/// What to do with the file. Offsets are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FileOp {
@@ -21,8 +21,8 @@ pub enum FileOp {
     Read(u64),
     /// Write at this offset.
     Write(u64),
-    /// Write at this offset, and complete when that is durable, if the image
-    /// [writes through](Image::writes_through).
+    /// Write at this offset, and complete when that is durable if the image
+    /// [writes through](Image::writes_through); else as [`Write`](Self::Write).
     WriteThrough(u64),
     /// Make everything written durable.
     Flush,
@@ -30,7 +30,7 @@ pub enum FileOp {
     Zero {
         /// Where it begins, in bytes.
         offset: u64,
-        /// How long it is.
+        /// How long it is, in bytes.
         len: u64,
         /// Whether its space may be given back.
         punch: bool,
@@ -60,10 +60,12 @@ pub struct FileIo {
 }
 
 impl FileIo {
-    /// An io_uring for up to `depth` requests at a time.
+    /// An io_uring for up to `depth` requests at a time: 1 to 4096, rounded up to a power of two,
+    /// and no more than one that was [made ahead](Image::make_rings) is for.
     ///
     /// # Errors
-    /// The kernel has no io_uring, or forbids it here; those that were [made ahead](Image::make_rings) are in use.
+    /// The kernel has no io_uring, or forbids it here; all that were made ahead are in use; or no
+    /// thread or descriptor is left for an image with [buffers](Image::has_own_buffers).
     pub fn new(image: Arc<Image>, depth: u32) -> io::Result<FileIo> {
         let depth = depth.clamp(1, 4096).next_power_of_two();
         let ring = image.rings.take(depth)?;
@@ -94,6 +96,8 @@ impl FileIo {
     }
 
     /// Queues a request; false if `depth` are under way already. `token` is less than 2^63.
+    ///
+    /// A write or zeroing that would make the file longer completes with an error.
     ///
     /// # Safety
     /// `pieces` and the memory they name stay valid, and are not borrowed by Rust code, until the
@@ -197,8 +201,8 @@ impl FileIo {
         self.in_flight -= reaped;
     }
 
-    /// Sleeps until at least one request completes, or for `limit`, or does nothing if none is
-    /// under way.
+    /// [Hands over](Self::kick) what is queued and sleeps until at least one request completes, or
+    /// for `limit`; a signal may end the sleep early. Does nothing if no request is under way.
     ///
     /// # Errors
     /// The ring is unusable.

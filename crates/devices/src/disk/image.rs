@@ -85,7 +85,8 @@ pub struct Holes {
 }
 
 impl Image {
-    /// `len` bytes of a file that is open for the requests to come, and never hangs.
+    /// The first `len` bytes of a file that is open for the requests to come, and never hangs. It
+    /// is not locked, and has no [holes](Self::holes).
     pub fn new(file: OwnedFd, len: u64) -> Image {
         Image {
             direct: None,
@@ -102,7 +103,7 @@ impl Image {
         }
     }
 
-    /// The same, of a file that may hang.
+    /// The same, of a file that may hang: data goes through buffers of the service's own.
     pub fn with_own_buffers(self) -> Image {
         Image { own_buffers: true, ..self }
     }
@@ -170,24 +171,27 @@ impl Image {
         Ok(Image { direct, shrinks, holes, lost, hand_over, own_buffers, ..plain })
     }
 
-    /// A driver is about to use an image that is handed over: locks it until
-    /// [`release`](Self::release). Waits for the lock until `given_up`.
+    /// A driver is about to use an image that is handed over
+    /// ([`ImageOptions::hand_over`]; nothing is done for others): locks it until
+    /// [`release`](Self::release). Waits for the lock until `given_up`, called every 10 ms, returns
+    /// true.
     ///
     /// # Errors
-    /// [`ImageError::Locked`] if the process that has it does not release it in time,
-    /// [`ImageError::TimedOut`] if it was given up.
+    /// [`ImageError::Locked`] if the process that has it does not release it within
+    /// [`ImageOptions::wait`], [`ImageError::TimedOut`] if it was given up.
     pub fn take(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
         self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(None, given_up))
     }
 
-    /// The driver has ended: another process may have the image, with all that was written, wherever it runs,
-    /// once none of its I/O is under way (`busy`). This waits until `given_up`: a disk that
-    /// hangs keeps the lock until it has completed its requests, or longer if the next driver has
-    /// [taken](Self::take) the image by then.
+    /// The driver has ended: once `busy` returns false (none of its I/O is under way), all that was
+    /// written goes to the disk, and the image is unlocked for another process, on whatever host.
+    /// Waits for that until `given_up`, called every 10 ms, returns true. It is done later then: a
+    /// disk that hangs keeps the lock until it has completed its requests, or longer if the next
+    /// driver has [taken](Self::take) the image by then.
     ///
     /// # Errors
-    /// What was written is not on the disk, [`ImageError::TimedOut`] if it may be later; the lock stays. Once the
-    /// disk has refused, each later call fails ([`ImageError::Lost`]).
+    /// What was written is not on the disk; [`ImageError::TimedOut`] if it may be later. The lock
+    /// stays. Once the disk has refused, each later call fails ([`ImageError::Lost`]).
     pub fn release(
         &self,
         busy: impl Fn() -> bool + Send + 'static,
@@ -197,12 +201,14 @@ impl Image {
         hand_over.set(Some(Box::new(busy)), given_up)
     }
 
-    /// Whether the disk has requests to complete before another process may have the image.
+    /// Whether a [`release`](Self::release) is under way, so that no other process may have the
+    /// image yet.
     pub fn is_releasing(&self) -> bool {
         self.hand_over.as_ref().is_some_and(|hand_over| hand_over.is_ending())
     }
 
-    /// Whether it may hang, so that data is in buffers of the service's own while it has them.
+    /// Whether the data of requests is in buffers of the service's own while the disk has them
+    /// ([`DiskBuffers::Own`]).
     pub fn has_own_buffers(&self) -> bool {
         self.own_buffers
     }
@@ -243,7 +249,7 @@ impl Image {
         Ok(submitter.clone())
     }
 
-    /// Bytes in all.
+    /// Bytes in all; of an [opened](Self::open) image whole sectors.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> u64 {
         self.len

@@ -16,10 +16,10 @@ pub enum ImageError {
     /// It is no file and no block device.
     #[error("it is neither a file nor a block device")]
     Kind,
-    /// Another process uses it: for writing, or for reading what we would write.
+    /// Another process uses it: for writing, or for reading what this one would write.
     #[error("another process uses it (it is locked)")]
     Locked,
-    /// The disk has not completed its requests in time.
+    /// The caller gave up before the disk had completed its requests, or before the lock was free.
     #[error("the disk hangs")]
     TimedOut,
     /// Data that must be on the disk before another process has the image was refused by it.
@@ -36,6 +36,7 @@ pub struct ImageOptions {
     /// Nothing will be written.
     pub read_only: bool,
     /// Past the page cache (`O_DIRECT`) where a request is aligned for that; others go through it.
+    /// An image on a file system without direct I/O cannot be opened so.
     pub direct: bool,
     /// How long the lock is waited for. A process that was killed holds it until the kernel has
     /// ended its I/O: a successor that goes on with its requests must wait for that.
@@ -48,6 +49,6 @@ pub struct ImageOptions {
     /// It is locked from [`take`](Image::take) to [`release`](Image::release) only, so that a guest
     /// can move to another process.
     pub hand_over: bool,
-    /// Where the data of requests is meanwhile.
+    /// Where the data of requests is while the disk has them.
     pub buffers: DiskBuffers,
 }

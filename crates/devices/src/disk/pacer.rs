@@ -39,7 +39,7 @@ impl Pacer {
         Pacer { pace, free_at: 0 }
     }
 
-    /// When a request of `bytes` that is submitted at `now_ns` completes.
+    /// When, in ns, a request of `bytes` that is submitted at `now_ns` completes.
     pub fn schedule(&mut self, now_ns: u64, bytes: u64) -> u64 {
         let second = u128::from(1_000_000_000 * FRACTION);
         let transfer = u128::from(bytes) * second / u128::from(self.pace.bytes_per_s.max(1));

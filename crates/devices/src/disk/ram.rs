@@ -32,7 +32,7 @@ impl Ram {
     /// first request does not pay for it.
     ///
     /// # Errors
-    /// The file is shorter, or there is not enough memory.
+    /// The file is shorter, `len` is 0, or there is not enough memory.
     pub fn map(file: BorrowedFd<'_>, len: u64) -> io::Result<Ram> {
         let size = rustix::fs::fstat(file)?.st_size;
         if u64::try_from(size).unwrap_or(0) < len || len == 0 {
@@ -64,6 +64,9 @@ impl Ram {
     }
 
     /// Copies from the disk at `offset` into `to`. The caller has checked that it fits.
+    ///
+    /// # Panics
+    /// If it does not.
     pub fn read(&self, offset: u64, to: HostSlice<'_>) {
         self.pieces(offset, to, |disk, memory| {
             // SAFETY: both hold `memory.len()` bytes (see `pieces`), and the disk's mapping is
@@ -73,6 +76,9 @@ impl Ram {
     }
 
     /// Copies `from` to the disk at `offset`. The caller has checked that it fits.
+    ///
+    /// # Panics
+    /// If it does not.
     pub fn write(&self, offset: u64, from: HostSlice<'_>) {
         self.pieces(offset, from, |disk, memory| {
             // SAFETY: as in `read`.
@@ -81,6 +87,9 @@ impl Ram {
     }
 
     /// Writes zeroes over `len` bytes at `offset`. The caller has checked that it fits.
+    ///
+    /// # Panics
+    /// If it does not.
     pub fn zero(&self, offset: u64, len: u64) {
         let mut at = offset;
         let end = offset.checked_add(len).filter(|&end| end <= self.len).expect("checked");

@@ -127,7 +127,7 @@ impl Handler for IommuBackend {
         }
         let set = call.clone();
         self.iommu().on_unit(move |unit| unit.set_call(ring, set))?;
-        // What was given back before may have been signalled to nobody.
+        // What was given back before may not have been signalled.
         call.iter().for_each(|call| call());
         Ok(())
     }

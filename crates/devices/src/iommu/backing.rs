@@ -87,14 +87,15 @@ impl Endpoints {
     /// Adds an endpoint of this process, with reserved regions of its own besides those of all.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]: there is one with its number, or which has not been detached yet; or
-    /// PROBE could not report the regions (rule V27).
+    /// [`Error::Unsupported`]: there is one with its number already, or one that was removed and is
+    /// not detached yet; or PROBE could not report the regions: two overlap, or are for MSIs (rule
+    /// V27).
     pub fn add(&self, endpoint: Arc<Endpoint>, reserved: &[ReservedRegion]) -> Result<()> {
         self.insert(endpoint.id(), Way::Here(endpoint), reserved)
     }
 
-    /// Adds the endpoint `id`, for DMA that a real IOMMU translates. What cannot be mapped there is
-    /// reserved, besides regions of its own and those of all.
+    /// Adds the endpoint `id`, for DMA that a real IOMMU translates. What cannot be mapped in that
+    /// IOMMU is reserved, besides regions of its own and those of all.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -139,10 +140,10 @@ impl Endpoints {
         slot.map(|slot| slot.presence = Presence::Leaving).is_some()
     }
 
-    /// Forbids an endpoint to bypass: bypass domains are refused with UNSUPP, and reaches nothing
-    /// while it is attached to none (rule V6). For devices that are not trusted; to be called
-    /// before the device exists, or before `endpoint_added`. Returns whether there is such an
-    /// endpoint.
+    /// Forbids an endpoint to bypass: its attachment to a bypass domain is refused with UNSUPP, and
+    /// it reaches nothing while it is attached to no domain (rule V6). For devices that are not
+    /// trusted; to be called before the device exists, or before `endpoint_added`. Returns whether
+    /// there is such an endpoint.
     pub fn forbid_bypass(&self, id: u32) -> bool {
         let mut slots = self.slots.lock();
         slots.get_mut(&id).map(|slot| slot.may_bypass = false).is_some()

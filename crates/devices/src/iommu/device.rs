@@ -86,7 +86,8 @@ pub struct IommuFigures {
 }
 
 impl Iommu {
-    /// An IOMMU for `endpoints`. Its rings are served by the first of `workers`.
+    /// An IOMMU for `endpoints`. Its rings are served by the first of `workers`, which there must
+    /// be.
     ///
     /// # Panics
     /// If no descriptor is left.
@@ -257,7 +258,7 @@ impl IommuClient {
     /// The features that the driver of a device behind the IOMMU has accepted.
     ///
     /// # Errors
-    /// Its addresses would not be translated.
+    /// `VIRTIO_F_ACCESS_PLATFORM` is not among them: its addresses would not be translated.
     pub fn set_features(&self, features: u64) -> Result<(), HandlerError> {
         if features & F_ACCESS_PLATFORM == 0 {
             let why = "VIRTIO_F_ACCESS_PLATFORM is needed: this device is behind an IOMMU";
@@ -268,9 +269,9 @@ impl IommuClient {
     }
 
     /// A ring of the device is about to start. If the request queue was stopped and does not run
-    /// again by then, the guest was reset: the firmware uses its disk before there is a driver for
-    /// the IOMMU. (A guest that was paused goes on with the IOMMU first, as the VMM has made it
-    /// first.)
+    /// again by then, the guest was reset, and so the IOMMU is, too: the firmware uses its disk
+    /// before there is a driver for the IOMMU. (A guest that was paused goes on with the IOMMU
+    /// first, as the VMM has made it first.)
     ///
     /// # Errors
     /// The guest was reset, and I/O under way does not end.

@@ -38,7 +38,8 @@ fn lost(error: &JournalError) {
 }
 
 impl Iommu {
-    /// How long the file of a journal must be for at most `mappings`, in all domains together.
+    /// How many bytes the file of a journal needs for at most `mappings`, in all domains together,
+    /// and the endpoints that there are now.
     pub fn journal_bytes(&self, mappings: u64) -> usize {
         Journal::bytes_for(mappings, self.device.backing().endpoints().len())
     }
@@ -47,7 +48,7 @@ impl Iommu {
     /// before a front end connects.
     ///
     /// # Errors
-    /// The file is too short.
+    /// The file is too short ([`JournalError::Short`], [`JournalError::Full`]).
     pub fn keep_in(&self, file: SharedFile) -> Result<(), JournalError> {
         self.device.set_journal(Journal::new(file)?, lost)
     }
@@ -58,7 +59,7 @@ impl Iommu {
     /// front end connects all endpoints are blocked.
     ///
     /// # Errors
-    /// See [`JournalError`]. Nothing has changed.
+    /// See [`JournalError`]. The IOMMU is as after a reset.
     pub fn recover(&self, file: SharedFile) -> Result<(), JournalError> {
         let (journal, recovered) = Journal::open(file)?;
         let mut state = self.state.lock();

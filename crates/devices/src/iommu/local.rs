@@ -47,7 +47,7 @@ pub enum LocalIommuError {
     /// There is no such queue, or it is there twice.
     #[error("queue {0}: there are queues 0 (requests) and 1 (events), each once")]
     NoSuchQueue(usize),
-    /// The driver's ring cannot be reached or makes no sense.
+    /// The driver's ring cannot be reached or is invalid.
     #[error("queue {index}: {error}")]
     Ring {
         /// Which.
@@ -136,7 +136,7 @@ impl<R: Reach> LocalIommu<R> {
     /// was.
     ///
     /// # Errors
-    /// It does not run; see [`LocalIommuError`].
+    /// See [`LocalIommuError`]; no ring is served then.
     pub fn start(
         &self,
         reach: R,
@@ -173,13 +173,14 @@ impl<R: Reach> LocalIommu<R> {
         Ok(())
     }
 
-    /// Stops serving the rings, once requests that were carried out are completed, and returns their
-    /// indices and the next descriptor of each, which is the same in both its areas: for a pause,
-    /// or to migrate the guest. The device keeps its state. Without rings it was not active.
+    /// Stops serving the rings, once requests that were carried out are completed (at most 10 s
+    /// later), and returns the number of each and its next available index, which is its next used
+    /// index, too: for a pause, or to migrate the guest. The device keeps its state. An empty list:
+    /// it was not active.
     ///
     /// # Errors
     /// [`LocalIommuError::Stuck`]: it is stopped, but replies that waited for an invalidation are
-    /// lost.
+    /// lost. [`LocalIommuError::NoWorker`].
     pub fn stop(&self) -> Result<Vec<(usize, u32)>, LocalIommuError> {
         let mut running = self.running.lock();
         let (mut stuck, mut stopped) = (false, Vec::new());
@@ -197,11 +198,13 @@ impl<R: Reach> LocalIommu<R> {
         if stuck { Err(LocalIommuError::Stuck) } else { Ok(stopped) }
     }
 
-    /// A device reset: nothing is served, no endpoint is attached, nothing is accepted any more. When
-    /// it returns no device reaches what was mapped (rule V4).
+    /// A device reset: no ring is served, no endpoint is attached, no feature is negotiated any
+    /// more. When it has succeeded no device reaches what was mapped (rule V4). For that it waits,
+    /// as [`stop`](Self::stop) does, for 10 s at most.
     ///
     /// # Errors
     /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: something may be reached still.
+    /// [`LocalIommuError::NoWorker`].
     pub fn reset(&self) -> Result<(), LocalIommuError> {
         // The driver that waits for a lost reply was reset, too.
         match self.stop() {

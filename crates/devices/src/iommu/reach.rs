@@ -21,14 +21,14 @@ pub trait Reach: Send + 'static {
     /// [`refresh`](Self::refresh) is then all that may be taken out of it after.
     const CHANGES: bool = false;
 
-    /// Checks whether the memory has changed. If so, the new memory is used from now on, and what
-    /// was found in the old one must be looked up again.
+    /// Checks whether the memory has changed, and returns whether it has. If so, the new memory is
+    /// used from now on, and what was found in the old one must be looked up again.
     #[inline]
     fn refresh(&mut self) -> bool {
         false
     }
 
-    /// Marks what was written of a ring, for migration.
+    /// Marks `len` bytes of a ring at `addr` as written, for migration.
     #[inline]
     fn mark_ring(&self, addr: u64, len: usize) {
         let _ = (addr, len);

@@ -28,13 +28,13 @@ pub struct NetOptions {
     pub name: Arc<str>,
     /// Where packets go.
     pub way: Way,
-    /// How many pairs of queues it offers.
+    /// How many pairs of queues it offers: at most 128, whose rings vhost-user can start.
     pub pairs: u16,
     /// The number of its units among a worker's.
     pub unit: u32,
     /// The MAC address in its configuration space; `None`: none.
     pub mac: Option<[u8; 6]>,
-    /// The MTU in its configuration space; `None`: none.
+    /// The MTU in its configuration space, in bytes; `None`: none.
     pub mtu: Option<u16>,
     /// Whether it offers `VIRTIO_F_ACCESS_PLATFORM`.
     pub iommu: bool,
@@ -132,11 +132,17 @@ impl Net {
 
     /// What the rings of device `end` count, by their number: pair n receives in ring 2 n and sends
     /// in ring 2 n + 1.
+    ///
+    /// # Panics
+    /// If there is no such device.
     pub fn counters(&self, end: usize) -> &[Arc<QueueCounters>] {
         &self.ends[end].counters
     }
 
     /// What the IOTLBs of device `end` have counted.
+    ///
+    /// # Panics
+    /// If there is no such device.
     pub fn iotlb(&self, end: usize) -> IotlbTotals {
         self.ends[end].tally.totals()
     }

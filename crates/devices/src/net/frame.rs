@@ -1,4 +1,5 @@
-//! The frames that the driver sends, of which every byte follows from the frame's number.
+//! Frames for measurements and tests, of which every byte follows from the frame's number:
+//! [`Way::Probe`](super::Way::Probe) sends them, and load generators do.
 
 /// Bytes of a frame.
 pub const FRAME: usize = 64;

@@ -25,8 +25,9 @@ const PREFETCH_FOR: u64 = 1024;
 /// driver's IOMMU is flushed: all are requested again.
 const FEW: u64 = 8;
 /// How long the receiver may be without buffers before packets are dropped, unless
-/// [`NetOptions`](super::NetOptions) says otherwise. They are dropped until it has some, or none
-/// have come for a second, and it is not waited for again in the second after that.
+/// [`NetOptions`](super::NetOptions) has another value. They are dropped until it has some, or no
+/// packet has come for a second; and for a second after it was last too late it is not waited for
+/// again.
 pub const GRACE: Duration = Duration::from_millis(10);
 /// The fraction of the time-out for another driver's translations: the sender does not cause that
 /// front end's silence.

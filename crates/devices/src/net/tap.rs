@@ -82,7 +82,7 @@ pub enum TapError {
 }
 
 impl Tap {
-    /// Opens the tap `name`, which is made if it is not there, with `queues`.
+    /// Opens the tap `name`, which is made if it is not there, with `queues` queues, at least one.
     ///
     /// # Errors
     /// See [`TapError`].

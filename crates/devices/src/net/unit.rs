@@ -38,7 +38,7 @@ pub enum Way {
     Loopback,
     /// To the driver of the other of two devices.
     Peer,
-    /// To a tap device, from which come those that the driver receives.
+    /// To a tap device, with a queue for each pair, from which come those that the driver receives.
     Tap(Arc<Tap>),
     /// Nowhere; the driver receives one frame again and again. To measure one way at a time.
     Probe,

@@ -35,7 +35,7 @@ pub mod feature {
     pub const HOST_UFO: u64 = 1 << 14;
     /// A packet may lie in several receive buffers.
     pub const MRG_RXBUF: u64 = 1 << 15;
-    /// The configuration space says whether the link is up.
+    /// The configuration space holds whether the link is up.
     pub const STATUS: u64 = 1 << 16;
     /// There may be several pairs of queues.
     pub const MQ: u64 = 1 << 22;
@@ -55,7 +55,7 @@ pub mod feature {
 
 /// Bytes of the header before each packet.
 pub const HEADER: usize = size_of::<Header>();
-/// Bytes of the header without virtio 1.x and mergeable buffers: it has no `num_buffers`.
+/// Bytes of the header with neither virtio 1.x nor mergeable buffers: it has no `num_buffers`.
 pub const LEGACY_HEADER: usize = HEADER - 2;
 /// The most bytes of a packet with its header: what a segment that is not cut yet may have.
 pub const MAX_PACKET: usize = HEADER + 65_550 + 18;
@@ -77,7 +77,7 @@ const ETHERNET: usize = 14;
 )]
 #[repr(C)]
 pub struct Header {
-    /// Such as whether the checksum is to be computed.
+    /// Such as [`NEEDS_CSUM`].
     pub flags: u8,
     /// What is still to be cut into segments.
     pub gso_type: u8,
@@ -85,9 +85,9 @@ pub struct Header {
     pub hdr_len: U16,
     /// Bytes of a segment.
     pub gso_size: U16,
-    /// Where what is summed begins.
+    /// The offset, in bytes from the end of this header, at which what is summed begins.
     pub csum_start: U16,
-    /// Where the checksum goes, from there.
+    /// The offset of the checksum from there.
     pub csum_offset: U16,
     /// In how many buffers the packet lies (received packets).
     pub num_buffers: U16,
@@ -196,7 +196,7 @@ pub struct NetConfig {
     pub status: U16,
     /// How many pairs of queues there may be.
     pub max_virtqueue_pairs: U16,
-    /// The largest packet, without the link's header.
+    /// The largest packet, in bytes, without the link's header.
     pub mtu: U16,
     /// In Mbit/s; all ones: not known.
     pub speed: U32,

@@ -195,7 +195,7 @@ impl Ear {
 
     fn obey(&mut self, order: Order) {
         match order {
-            // Whoever asked may have given up.
+            // The caller may have given up.
             Order::Connect(reply) => _ = reply.send(self.connect()),
             Order::Hear(heard) => self.heard = Some(heard),
             Order::Ends(connection) => {

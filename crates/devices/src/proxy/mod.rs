@@ -33,10 +33,10 @@ pub type ProxyUnit = RequestUnit<ProxyQueue>;
 pub struct ProxyOptions {
     /// Its name in the log.
     pub name: Arc<str>,
-    /// The most rings that it has.
+    /// The most rings that it offers.
     pub queues: u16,
-    /// The bytes of each queue's slots: memory that is used when requests need it, and then kept. A
-    /// larger request stops its queue.
+    /// The bytes of each queue's slots, rounded up to pages, not 0: memory that is used when
+    /// requests need it, and then kept. A larger request stops its queue.
     pub pool_size: u64,
     /// How much of what the back end writes is copied to the guest.
     pub copy_back: CopyBack,
@@ -44,7 +44,7 @@ pub struct ProxyOptions {
     pub iotlb: Option<IotlbConfig>,
     /// The number of its units among a worker's.
     pub unit: u32,
-    /// Its counters.
+    /// Its counters, made for as many queues.
     pub figures: Arc<ProxyFigures>,
 }
 

@@ -25,8 +25,8 @@ pub struct Calibration {
     pub map_call_ns: Option<u64>,
     /// The same for each granule.
     pub map_run_ns: Option<u64>,
-    /// Wall time that each further granule of a batch adds, syncs included: what the device takes for
-    /// it, if that is longer than the calls.
+    /// Wall time that each further granule of a batch adds, syncs included, in nanoseconds: what
+    /// the device takes for it, if that is longer than the calls.
     pub map_wall_ns: Option<u64>,
     /// Wall time to map and unmap one granule with its own two syncs, in nanoseconds.
     pub map_lone_ns: Option<u64>,
@@ -74,11 +74,11 @@ pub struct CellChoice {
 pub enum ChoiceReason {
     /// They are mapped: the calibration failed.
     Unknown,
-    /// It costs less, by the calibration.
+    /// The chosen way costs less, by the calibration.
     Cost {
         /// What a copy is expected to cost, in nanoseconds.
         copy_ns: u64,
-        /// What a map and its unmap are expected to cost.
+        /// What a map and its unmap are expected to cost, in nanoseconds.
         map_ns: u64,
     },
     /// Other threads want the CPU: a copy waits for no other thread, and takes less time than

@@ -116,7 +116,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     }
 
     /// Hands out, in the order in which they were pushed, the mappings that are synced; returns how
-    /// many. Never waits.
+    /// many, errors included. Waits only to undo mappings.
     ///
     /// If the device refuses one of those that were begun together, all of them are undone, and
     /// each buffer is in an error with the device's own status (rule L34), except copies in bounce

@@ -123,7 +123,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     /// Starts to unmap all that was pushed. Removes their translations and begins one invalidation
     /// for all ([`Policy::batches_unmaps`](crate::Policy::batches_unmaps)), or queues them for one;
     /// under a policy that shares no syncs, or with a bound of exposed bytes, it unmaps them one by
-    /// one.
+    /// one, and waits as [`Mapping::unmap`] does.
     ///
     /// [`poll`](Self::poll) reports failures.
     pub fn begin(&mut self) {
@@ -248,7 +248,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
-    /// returns how many. Never waits.
+    /// returns how many, errors included. Never waits.
     ///
     /// An error means that the device may still reach the buffer, which is therefore not handed
     /// back as safe.

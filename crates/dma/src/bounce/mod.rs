@@ -44,9 +44,9 @@ pub enum Written {
     #[default]
     Unknown,
     /// It does, by [`Mapping::note_written`](crate::Mapping::note_written) before the unmap
-    /// (virtio's used length). Nothing is loaded, and only what was noted is copied back. If
-    /// nothing is noted for a mapping, all of it is copied back, zeros where the device wrote
-    /// nothing.
+    /// (virtio's used length). A slot that the device only writes is not loaded but zero, and only
+    /// what was noted is copied back. If nothing is noted for a mapping, all of it is copied back,
+    /// zeros where the device wrote nothing.
     Reported,
 }
 

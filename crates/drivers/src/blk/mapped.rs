@@ -14,11 +14,14 @@ use crate::transfers::Transfers;
 /// How requests share mappings and syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batching {
-    /// The most requests that are mapped, or unmapped, with one sync. 1: each by itself.
+    /// The most requests that are mapped with one sync, and the most mappings that are unmapped
+    /// with one. 1 (or 0): each by itself.
     pub requests: usize,
     /// The most buffers that become one mapping, where they are adjacent in memory and have the
     /// same direction: one MAP and one UNMAP for all of them. Such a mapping is unmapped as a
-    /// whole, so that a buffer waits for the last of its neighbours. 1: none.
+    /// whole, so that a buffer waits for the last of its neighbours. 1 (or 0): none are joined, as
+    /// under [`Policy::Bounce`] and under policies without
+    /// [shared syncs](ringfence_dma::Policy::batches_maps).
     pub chunk: usize,
 }
 
@@ -74,7 +77,7 @@ pub enum MappedError {
 /// The outcome of unmapping a mapping of the caller's.
 pub type Unmapped<B> = Result<Returned<Vec<B>>, UnmapError<Vec<B>>>;
 
-/// Requests whose number has this bit are not the queue's: they were put into
+/// Requests whose token has this bit are not the queue's: they were put into
 /// [`raw`](MappedQueue::raw), and their completions are handed to the caller unchanged.
 pub const FOREIGN: u64 = 1 << 63;
 
@@ -112,9 +115,10 @@ struct Staged<B> {
 /// completions.
 ///
 /// Requests that are submitted before a [`publish`](Self::publish) share one map sync; completions
-/// that one [`reap`](Self::reap) finds share one invalidation. Neither call waits: a later `reap`
-/// submits a request to the device once the IOMMU has its mapping, and returns a buffer once its
-/// invalidation is over. A completion is never held back so that others can join it.
+/// that one [`reap`](Self::reap) finds share one invalidation. Under a policy that shares its syncs
+/// neither call waits: a later `reap` submits a request to the device once the IOMMU has its
+/// mapping, and returns a buffer once its invalidation is over. A completion is never held back so
+/// that others can join it.
 ///
 /// Drop unmaps the buffers that the device still has, and waits for that under a strict policy. Reset the
 /// device first under any other, and where buffers are copied: it may still be working on them.
@@ -175,13 +179,15 @@ where
         self.queue.kicks()
     }
 
-    /// The queue itself, for requests with numbers that have the bit [`FOREIGN`].
+    /// The queue itself, for requests with tokens that have the bit [`FOREIGN`].
     pub fn raw(&mut self) -> &mut DriverQueue {
         &mut self.queue
     }
 
-    /// Adds a request; [`publish`](Self::publish) starts it. If it cannot be submitted,
-    /// [`reap`](Self::reap) returns it, with the reason.
+    /// Adds a request; [`publish`](Self::publish) starts it, and is called here once there are
+    /// [`Batching::requests`]. If it cannot be submitted, [`reap`](Self::reap) returns it, with the
+    /// reason. `sector` counts 512 bytes. A request without data, such as a flush, has no buffer to
+    /// map: it goes through [`raw`](Self::raw).
     ///
     /// # Errors
     /// The queue cannot go on.
@@ -352,7 +358,8 @@ where
     }
 
     /// Has the queue unmap a mapping of the caller's together with the next of its own, watched;
-    /// [`take_foreign`](Self::take_foreign) returns the outcome. One at a time.
+    /// [`take_foreign`](Self::take_foreign) returns the outcome. One at a time. A mapping of
+    /// another device is dropped, without an outcome.
     pub fn unmap_foreign(&mut self, mapping: Mapping<Vec<B>>) {
         let at = self.transfers.take().expect("memory ends before");
         match self.transfers.end_watched(at, mapping) {
@@ -397,7 +404,7 @@ where
     }
 
     /// Waits until there may be something to reap, or for about `limit`: polls or sleeps, depending
-    /// on the notify mode.
+    /// on the notify mode. While the IOMMU has work to do it waits for that, without a limit.
     pub fn wait(&mut self, limit: Duration) {
         if !self.transfers.is_mapping() && !self.transfers.is_unmapping() {
             return self.queue.wait(limit);

@@ -36,7 +36,8 @@ pub struct QueueLayout {
 }
 
 impl QueueLayout {
-    /// For `size` requests at a time (a power of two) of up to `segments` pieces of data each.
+    /// For `size` requests at a time (a power of two up to 32,768) of up to `segments` pieces of
+    /// data each.
     pub const fn new(size: u16, segments: usize) -> QueueLayout {
         QueueLayout { size, segments }
     }
@@ -46,12 +47,12 @@ impl QueueLayout {
         self.size
     }
 
-    /// Where the available ring is.
+    /// Where the available ring is: its offset in the memory, in bytes.
     pub const fn avail_at(&self) -> usize {
         layout::offsets(self.size).avail
     }
 
-    /// Where the used ring is.
+    /// Where the used ring is, likewise.
     pub const fn used_at(&self) -> usize {
         layout::offsets(self.size).used
     }
@@ -108,7 +109,7 @@ impl DriverQueue {
     /// from `call`.
     ///
     /// # Errors
-    /// The memory is too small or not aligned.
+    /// The memory is too small or not aligned, or the size is invalid.
     pub fn new(
         layout: QueueLayout,
         memory: &Window,
@@ -164,11 +165,11 @@ impl DriverQueue {
         self.sleeps
     }
 
-    /// Adds a request, seen by the device after [`publish`](Self::publish). `data` are addresses
-    /// as the device sees them.
+    /// Adds a request, seen by the device after [`publish`](Self::publish). `sector` counts 512
+    /// bytes; `data` are addresses as the device sees them; [`Done`] has the `token` again.
     ///
     /// # Errors
-    /// The queue is full, or `data` has too many pieces; nothing was changed.
+    /// The queue is full, or `data` has too many pieces or is too long; nothing was changed.
     pub fn submit(
         &mut self,
         kind: Kind,

@@ -26,7 +26,8 @@ pub enum Op {
     },
     /// Makes everything written before durable. Without data.
     Flush,
-    /// Marks these blocks as unused. Without data.
+    /// Marks these blocks as unused, if [the controller can](crate::nvme::Identity::deallocates).
+    /// Without data.
     Deallocate {
         /// The first block.
         lba: u64,
@@ -63,7 +64,7 @@ pub enum Data<B> {
     None,
     /// A buffer, mapped for this command under the device's policy.
     Buffer(B),
-    /// Several, mapped as one. All but the first begin, and all but the last end, with a page of
+    /// Several, mapped as one. All but the first begin, and all but the last end, at a multiple of
     /// 4 KiB.
     List(Vec<B>),
     /// Memory of the device's pools, mapped already ([`Device::take_buffer`](ringfence_dma::Device)).
@@ -97,7 +98,7 @@ impl<B: DmaBuffer<HostAddr>> Data<B> {
 }
 
 impl<B> Data<B> {
-    /// The buffer, if it is one.
+    /// The buffer of a [`Data::Buffer`]. `None` for other data, which is dropped.
     pub fn into_buffer(self) -> Option<B> {
         match self {
             Data::Buffer(buffer) => Some(buffer),

@@ -16,7 +16,7 @@ use super::{
 /// How a controller is driven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControllerConfig {
-    /// How many I/O queues to request. The controller may grant fewer. Default: 8.
+    /// How many I/O queues to request; 0 counts as 1. The controller may grant fewer. Default: 8.
     pub queues: u16,
     /// Time-out for commands in flight without any completion, and for the controller to become
     /// ready or to stop, even if it claims to need longer. Default: 30 s.
@@ -109,7 +109,7 @@ where
         &self.inner.identity
     }
 
-    /// The usable namespaces: active ones, of blocks without metadata.
+    /// The usable namespaces: of the first 1024 active ones those of blocks without metadata.
     pub fn namespaces(&self) -> &[Namespace] {
         &self.inner.namespaces
     }

@@ -93,8 +93,9 @@ unsafe impl DmaBuffer<HostAddr> for Pages {
 // SAFETY: a shared reference gives atomics only.
 unsafe impl SharedMemory for Pages {}
 
-/// Bytes of this process, at first zero, in whole pages of 4 KiB of their own: the device can reach
-/// nothing beside them, and several of them make a list for one command.
+/// Bytes of this process, at first zero, in whole pages of 4 KiB of their own. With an IOMMU's
+/// granule of up to 4 KiB the device can reach nothing beside them. Several that fill their pages
+/// make a list for one command.
 #[derive(Debug)]
 pub struct Buffer {
     pages: Pages,

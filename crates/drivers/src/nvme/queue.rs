@@ -69,7 +69,8 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
 }
 
 impl<D: Domain<Target = HostAddr>, A: Allocator, R: Registers> Controller<D, A, R> {
-    /// A new I/O queue with room for `depth` commands whose buffers are of type `B`.
+    /// A new I/O queue with room for `depth` commands, 1 to [`depth`](Self::depth), whose buffers
+    /// are of type `B`.
     ///
     /// # Errors
     /// No queue is left, the depth is invalid, there is no memory for it, or the controller fails.
@@ -132,7 +133,7 @@ where
         })
     }
 
-    /// The most bytes that one command moves.
+    /// The most bytes that one command moves: 2 MiB, or fewer if the controller takes fewer.
     pub fn max_transfer(&self) -> u64 {
         self.max_transfer
     }
@@ -161,7 +162,8 @@ where
     /// Adds a command; [`publish`](Self::publish) starts it. Its completion has the `token`.
     ///
     /// # Errors
-    /// The command is not submitted, and its data is in the error.
+    /// The command is not submitted, and its data is in the error, unless it is leaked: see
+    /// [`Refused`].
     #[track_caller]
     pub fn submit(
         &mut self,
@@ -325,7 +327,8 @@ where
         lost.map_err(|error| self.fail(error))
     }
 
-    /// Hands out the commands that are over, their data unmapped; returns how many. Never waits.
+    /// Hands out the commands that are over, their data unmapped; returns how many. Waits only
+    /// under a policy that [shares no syncs](ringfence_dma::Policy::batches_unmaps).
     ///
     /// # Errors
     /// The queue cannot go on: [`abandon`](Self::abandon) returns what it holds.
@@ -430,7 +433,8 @@ where
         Ok(())
     }
 
-    /// Waits for the IOMMU if all transfers wait for it, and otherwise yields to other threads.
+    /// Waits for the IOMMU if data is being mapped or unmapped, and otherwise yields to other
+    /// threads.
     pub fn pause(&mut self) {
         if self.transfers.is_mapping() || self.transfers.is_unmapping() {
             self.transfers.wait();
@@ -439,10 +443,12 @@ where
         }
     }
 
-    /// Carries out one command in a queue that is idle.
+    /// Carries out one command in a queue that is idle, and waits for it. If the queue is not idle,
+    /// the completion's outcome is [`NotSubmitted::Full`].
     ///
     /// # Errors
-    /// The queue cannot go on. A command that fails is no error: its completion has the status.
+    /// The queue cannot go on; the data of a command that was not submitted is dropped. A command
+    /// that fails is no error: its completion has the status.
     #[track_caller]
     pub fn carry_out(
         &mut self,
@@ -472,8 +478,8 @@ where
     /// flight as [`Failure::Abandoned`]. For a queue that cannot go on.
     ///
     /// # Errors
-    /// The controller does not stop: data that it works on is not handed out, since it may still
-    /// write there. Or data could not be unmapped, and is leaked.
+    /// The controller does not stop: nothing is handed out, since it may still write to the data.
+    /// Or data could not be unmapped, and is leaked.
     pub fn abandon(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<(), Error> {
         self.failed.get_or_insert(Error::Stopped);
         self.inner.stop()?;

@@ -14,13 +14,13 @@ use super::Error;
 pub trait Registers: Send + Sync {
     /// How many bytes of registers there are. Nothing at or beyond is ever accessed.
     fn size(&self) -> u64;
-    /// Reads the 32 bits at `at`, a multiple of 4.
+    /// Reads the 32 bits at `at`, a multiple of 4; all ones if the device does not respond.
     fn read32(&self, at: u64) -> u32;
     /// Writes the 32 bits at `at`, a multiple of 4.
     fn write32(&self, at: u64, value: u32);
 
-    /// The clock for the time-outs of a controller that does not respond. The default is the
-    /// system's.
+    /// The time since any one moment, for the time-outs of a controller that does not respond. The
+    /// default is the system's monotonic clock.
     fn now(&self) -> Duration {
         Duration::from_nanos(MonotonicClock.now_ns())
     }

@@ -19,10 +19,13 @@ pub struct RamPart {
 }
 
 impl RamPart {
-    /// Sets `len` bytes of `ram` aside, aligned to `align`, a power of two, and zeroed.
+    /// Sets `len` bytes of `ram` aside, zeroed, at an offset in it that is a multiple of `align`.
     ///
     /// # Errors
     /// The memory is used up.
+    ///
+    /// # Panics
+    /// `align` is not a power of two.
     pub fn carve(ram: &Arc<GuestRam>, len: usize, align: usize) -> Result<RamPart, MemError> {
         let offset = ram.carve(len, align)?;
         let window = ram.window(offset, len)?;
@@ -67,7 +70,7 @@ pub struct PagedBuffer {
 
 impl PagedBuffer {
     /// Cuts `view` into buffers of these lengths, one after the other, each rounded up to whole
-    /// pages. Each byte belongs to one buffer only. Ends where the view does.
+    /// pages. Each byte belongs to one buffer only. Ends where the view does, or at a length of 0.
     pub fn cut(view: ScatteredView, lens: impl IntoIterator<Item = usize>) -> Vec<PagedBuffer> {
         let view = Arc::new(view);
         let mut offset = 0usize;
@@ -88,8 +91,8 @@ impl PagedBuffer {
     /// All the memory that this buffer and others were cut from, to be mapped once for all of them.
     ///
     /// # Safety
-    /// The caller ensures that no thread touches a buffer of it that the device works on, and drops
-    /// no buffer's view of it while the arena is mapped to be used as private memory afterwards.
+    /// As long as the arena is mapped, no thread touches a buffer that was cut from it while the
+    /// device works on that buffer, and none of its memory is used as private memory.
     pub unsafe fn arena(&self) -> Arena {
         Arena(Arc::clone(&self.view))
     }
@@ -99,11 +102,11 @@ impl PagedBuffer {
         self.offset
     }
 
-    /// Limits the buffer to its first `len` bytes, which may be more again, up to what it was cut
-    /// with.
+    /// Makes the buffer its first `len` bytes: fewer than now or more, up to the whole pages that
+    /// it was cut with.
     ///
     /// # Panics
-    /// There is not so much room.
+    /// These pages are shorter than `len`.
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.room, "{len} bytes in a buffer of {}", self.room);
         self.len = len;

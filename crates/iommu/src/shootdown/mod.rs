@@ -264,7 +264,8 @@ pub struct Reader {
 
 impl Reader {
     /// A quiet point: calls `f` with what was invalidated since the last one, oldest first, then
-    /// announces the quiet point to the writers. With nothing new it is a single load.
+    /// announces the quiet point to the writers. If that is more than the log holds (256 ranges),
+    /// `f` gets [`Invalidation::All`]. With nothing new it is a single load.
     ///
     /// No effect while offline.
     #[inline]
@@ -335,7 +336,8 @@ impl Reader {
     }
 
     /// As [`lease`](Self::lease), in the slot of a lease that was [put to rest](Lease::rest):
-    /// cheaper, since there is no search for a slot. A lease that is not over ends.
+    /// cheaper, since there is no search for a slot. If `lease` is not at rest, it ends first; if
+    /// it is another reader's, a new one of this reader replaces it.
     pub fn renew(&self, lease: &mut Lease, range: Range) {
         if !Arc::ptr_eq(&lease.leases, &self.leases) {
             *lease = self.lease(range);

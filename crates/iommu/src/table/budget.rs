@@ -20,8 +20,9 @@ pub(super) const CHUNK: u64 = 64;
 /// [`Limits`] for several tables together: limits for each alone would not bound the total.
 ///
 /// Bytes are counted when memory is allocated and freed, which maps and unmaps in a steady state do
-/// not do. Mappings are taken in chunks, and a table returns its unused ones when another finds
-/// none left. So neither limit is ever exceeded.
+/// not do. Mappings are taken in chunks. So neither limit is ever exceeded. When a
+/// [`SoftDomain`](crate::SoftDomain) finds nothing left, all of them give back what they do not
+/// need; a [`Table`](super::Table) without a domain keeps up to 128 unused mappings.
 pub struct Budget {
     limits: Limits,
     bytes: AtomicU64,

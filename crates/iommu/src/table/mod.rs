@@ -168,7 +168,7 @@ impl Table {
         }
     }
 
-    /// The limits that it was created with.
+    /// The limits that it was created with: its own, or those of its budget.
     pub fn limits(&self) -> Limits {
         self.limits
     }

@@ -9,7 +9,7 @@ use std::{
 use ringfence_iommu::{Domain, Error, Gather, Iova, Map, Partial, Range, Result, SyncToken, Work};
 use ringfence_sync::lock::SpinLock;
 
-/// The calls of a [`Domain`] that do something.
+/// The calls of a [`Domain`] that can be made to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// An element of [`map_pages`](Domain::map_pages)
@@ -55,7 +55,7 @@ pub enum When {
     Always,
 }
 
-/// Whether a failing call reaches the inner domain.
+/// Whether a failing call reaches the inner domain. (A failing [`Kind::SyncEnd`] always does.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// It does not: the call fails with nothing done.

@@ -50,8 +50,8 @@ pub(super) enum Found {
 /// Looks translations up; online.
 pub(super) struct Looker {
     reader: Reader,
-    /// Of a domain only while something is looked up: one that goes meanwhile gives back its tables,
-    /// which count against a limit that other domains share.
+    /// Of a domain only while something is looked up: one that goes meanwhile gives back its
+    /// tables, which count against a limit that other domains share.
     binding: Binding,
     /// The domain, if it is one.
     domain: Option<Weak<SoftDomain<GuestPhys>>>,
@@ -144,9 +144,9 @@ struct Bell {
     rung: Condvar,
 }
 
-/// Hands out [`Guard`](super::Guard)s of one endpoint's translations, which stop together if the
-/// scope of failures is the [space](FailureScope::Space), with one lock around lookups: a device
-/// with a thread for each queue makes one `Guards` for each.
+/// What the [`Guard`](super::Guard)s of one endpoint's translations share: they stop together if
+/// the scope of failures is the [space](FailureScope::Space), and look up under one lock, so that a
+/// device with a thread for each queue makes one `Guards` for each.
 pub struct Guards {
     endpoint: Arc<Endpoint>,
     looker: Mutex<Looker>,

@@ -40,7 +40,8 @@ fn here() -> Vec<Guard> {
 }
 
 /// What one piece of work has translated and keeps in use. It and its clones, which are the same,
-/// stay with the thread that made it.
+/// stay with the thread that made it. With more than 16,384 pieces it is [held](Self::hold) from
+/// then on.
 #[derive(Clone)]
 pub struct Guard(Rc<GuardState>);
 
@@ -138,7 +139,9 @@ impl Guard {
     /// none is, and the guard has failed. `each` must not use the guard.
     ///
     /// # Errors
-    /// See [`Failure`]; so does every later access.
+    /// See [`Failure`]. Every later access returns the same, except that a
+    /// [`WouldWait`](Failure::WouldWait) of a guard that is not [held](Self::hold) lasts only until
+    /// the other access ends.
     #[inline]
     pub fn translate(
         &self,
@@ -183,8 +186,8 @@ impl Guard {
         Ok(())
     }
 
-    /// As [`translate`](Self::translate), but nothing is handed out, and the guard does not fail if
-    /// there is no translation.
+    /// As [`translate`](Self::translate), but the targets stay in use only until this thread waits
+    /// again, and the guard does not fail if there is no translation.
     ///
     /// # Errors
     /// See [`Failure`].
@@ -209,7 +212,7 @@ impl Guard {
     /// their misses are sent together, and waited for once.
     ///
     /// # Errors
-    /// See [`Failure`]; so does every later access.
+    /// As [`translate`](Self::translate).
     pub fn prefetch(&self, parts: &[(u64, usize, Prot)]) -> Result<(), Failure> {
         self.check()?;
         self.is_here(parts.first().map_or(0, |part| part.0))?;

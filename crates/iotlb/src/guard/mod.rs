@@ -41,7 +41,7 @@ pub enum Failure {
     /// There is no such translation, or none that permits the access.
     #[error("{addr:#x}: no translation for this access")]
     Refused {
-        /// The first address without.
+        /// The first address without one.
         addr: u64,
     },
     /// No update or refusal arrived in time.
@@ -77,7 +77,7 @@ pub enum Failure {
         /// The number of bytes.
         count: usize,
     },
-    /// One access with more translations than any has (rule D23).
+    /// One access of more than 65,536 translations (rule D23).
     #[error("{addr:#x}: an access with more than {} parts", held::PIECES)]
     TooManyParts {
         /// The first address of the access.

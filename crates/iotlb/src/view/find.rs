@@ -123,8 +123,8 @@ impl View {
     }
 
     /// Looks up all that an access will need, so that its misses are sent together, with those of
-    /// other prefetches such as of a chain's other buffers. True if nothing is missing: each address was found, up to the first that is a fault, which is left to the access
-    /// itself.
+    /// other prefetches such as of a chain's other buffers. True if nothing is missing: each
+    /// address was found, up to the first that is a fault, which is left to the access itself.
     ///
     /// This does not guarantee that the access finds them too: it may return
     /// [`Again`](AccessError::Again) after all, and must then be retried later, as without the

@@ -16,9 +16,9 @@ use crate::{
 /// The default window of a [`Bitmap`]: 4 GiB.
 ///
 /// Why 4 GiB: nearly every device can address it, as few have masks below 32 bits; and at a granule
-/// of 4 KiB it costs 128 KiB per bitmap for 4 GiB of memory mapped at once, more than devices usually
-/// have in flight. A device that keeps more mapped needs a larger window, which costs memory and,
-/// once it is well filled, time.
+/// of 4 KiB it costs 256 KiB (in lazy mode 512 KiB) for 4 GiB of memory mapped at once, more than
+/// devices usually have in flight. A device that keeps more mapped needs a larger window, which
+/// costs memory and, once it is well filled, time.
 pub const DEFAULT_WINDOW: u64 = 1 << 32;
 
 /// The most granules that a window covers: 2^26, 8 MiB per bitmap (256 GiB at a granule of 4 KiB).

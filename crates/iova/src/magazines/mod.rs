@@ -20,7 +20,7 @@ use checks::Checks;
 pub use magazine::MAGAZINE_SLOTS;
 use magazine::{Budget, Depot, Magazine};
 
-/// Ranges of 1, 2, 4, 8, 16 and 32 granules are cached.
+/// How many sizes are cached: ranges of 1, 2, 4, 8, 16 and 32 granules.
 pub const SIZE_CLASSES: usize = 6;
 /// The largest cached range, in granules (rule L6).
 pub const LARGEST_CACHED: u64 = 1 << (SIZE_CLASSES - 1);
@@ -135,7 +135,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
     /// below if there are more than CPUs online and none went back in the last
     /// [`TRIM_INTERVAL_NS`].
     ///
-    /// To be called now and then, for example by a timer.
+    /// To be called now and then, for example by a timer, always with the time of the same clock.
     pub fn tick(&self, now_ns: u64) {
         let online = self.online.load(Ordering::Relaxed);
         for (index, depot) in self.depots.iter().enumerate() {

@@ -62,8 +62,8 @@ pub enum Placement {
 pub struct SlabConfig {
     /// Where ranges go.
     pub placement: Placement,
-    /// The DMA masks of the devices that use the allocator, besides the end of the aperture: at
-    /// most three, others are ignored. Default: 2^32-1, as many devices have it and
+    /// The DMA masks of the devices that use the allocator, besides the end of the aperture: the
+    /// lowest three in it, others are ignored. Default: 2^32-1, as many devices have it and
     /// [`Preferred32`](crate::Preferred32) tries it first.
     ///
     /// They cut the aperture into zones with slabs of their own. Any other [limit](Request::limit)

@@ -5,7 +5,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`row`] | the data model (`ringfence.bench/1`) and its text |
-//! | [`rounds`] | who takes turns in interleaved rounds, what was measured of whom, its intervals and ratios |
+//! | [`rounds`] | what takes turns in interleaved rounds, what was measured of each, intervals and ratios |
 //! | [`clock`] | a clock cheap enough for single operations |
 //! | [`threads`] | threads that start together, each on a CPU of its own |
 //! | [`report`] | all of it for a terminal |

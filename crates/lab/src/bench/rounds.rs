@@ -1,4 +1,4 @@
-//! Contests in interleaved rounds: who takes turns, what was measured of whom, its intervals and ratios.
+//! Contests in interleaved rounds: what takes turns, what was measured of each, intervals and ratios.
 
 use std::{
     collections::BTreeMap,
@@ -37,7 +37,7 @@ pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
 
 /// One of those that take turns.
 pub(super) struct Entrant<K, S> {
-    /// Which implementation it is, and what else tells it from the others.
+    /// Which implementation it is, and what else distinguishes it from the others.
     pub(super) key: K,
     /// What is measured, or why it is not.
     pub(super) subject: Result<S, String>,
@@ -71,7 +71,7 @@ impl<K: PartialEq, S> Contest<K, S> {
 
     /// Lets all take turns in `repeat` rounds, after one in which caches grow and which does not
     /// count. What `measure` returns counts only if the round was not stopped: otherwise it has
-    /// nothing to compare with. Who fails is told to `failed`, and is out.
+    /// nothing to compare with. What fails is out, and `failed` is called with it.
     pub(super) fn run(
         &mut self,
         repeat: u32,

@@ -153,7 +153,7 @@ impl JobError {
     }
 }
 
-/// A job file that was read: its jobs, at least one, and what to tell the user.
+/// A job file that was read: its jobs, at least one, and warnings for the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobFile {
     /// The file as it was named.

@@ -66,7 +66,7 @@ impl Bar {
     /// Reads the register of 32 bits at `at`, a multiple of 4.
     ///
     /// # Errors
-    /// There is no such register.
+    /// There is no such register; or it is reached by a system call, which fails.
     #[inline]
     pub fn read32(&self, at: u64) -> Result<u32> {
         self.read(at, u32::from_ne_bytes)
@@ -77,7 +77,7 @@ impl Bar {
     /// before it.
     ///
     /// # Errors
-    /// There is no such register.
+    /// There is no such register; or it is reached by a system call, which fails.
     #[inline]
     pub fn write32(&self, at: u64, value: u32) -> Result<()> {
         self.write(at, value, value.to_ne_bytes())
@@ -86,7 +86,7 @@ impl Bar {
     /// Reads the register of 64 bits at `at`, a multiple of 8.
     ///
     /// # Errors
-    /// There is no such register.
+    /// There is no such register; or it is reached by a system call, which fails.
     #[inline]
     pub fn read64(&self, at: u64) -> Result<u64> {
         self.read(at, u64::from_ne_bytes)
@@ -95,7 +95,7 @@ impl Bar {
     /// Writes the register of 64 bits at `at`, a multiple of 8; else as [`write32`](Self::write32).
     ///
     /// # Errors
-    /// There is no such register.
+    /// There is no such register; or it is reached by a system call, which fails.
     #[inline]
     pub fn write64(&self, at: u64, value: u64) -> Result<()> {
         self.write(at, value, value.to_ne_bytes())

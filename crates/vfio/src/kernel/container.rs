@@ -115,7 +115,8 @@ impl Attached {
     /// be mappable afterwards (rule L61).
     ///
     /// # Errors
-    /// A mapping lies where the group does not allow one; nothing was changed.
+    /// The kernel refuses: a mapping lies where the group does not allow one, or the group is in a
+    /// container already. Nothing was changed.
     pub fn add(&self, group: Group) -> Result<()> {
         group.join(&self.file)?;
         self.groups.lock().push(group);

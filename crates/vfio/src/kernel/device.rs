@@ -85,10 +85,11 @@ impl Device {
         Bar::new(region, &areas).map_err(|errno| self.failed(&format!("map BAR {index} of"), errno))
     }
 
-    /// Turns DMA, interrupts and memory registers of a PCI device on or off.
+    /// Turns bus mastering of a PCI device on or off: without it the device does no DMA and sends
+    /// no MSIs. Turning it on also enables the device's memory registers, which stay enabled.
     ///
     /// # Errors
-    /// It is not a PCI device.
+    /// It is not a PCI device, or does not respond.
     pub fn set_bus_master(&self, on: bool) -> Result<()> {
         let config = self.config()?;
         let command = u16::from_ne_bytes(config.read(COMMAND)?);

@@ -18,9 +18,9 @@ pub struct Run {
 /// What a backing supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// The size of a page in bytes.
+    /// The size of a page in bytes, a power of two.
     pub page: u64,
-    /// Most bytes of a run.
+    /// Most bytes of a run, a multiple of `page`.
     pub run: u64,
     /// Most runs of one call.
     pub runs: usize,

@@ -107,8 +107,8 @@ impl<B: Backing> Pinner<B> {
     /// Pages are held for `prot`, whatever access a pin requests (and always for writing, where the
     /// backing cannot do otherwise). The counts take about 8 bytes for each page that is used.
     ///
-    /// Whether CAP_IPC_LOCK is held is looked up now: it lifts the limit of the account for all pins
-    /// of this window (rule L53).
+    /// Whether CAP_IPC_LOCK is held is looked up now: it lifts the limit of the account for all
+    /// pins of this window (rule L53).
     ///
     /// # Errors
     /// Not whole pages, an overlap, or no memory for the counts.

@@ -73,13 +73,15 @@ impl Uring {
     /// Up to 16,384 slots: 257 rings, made as they are needed.
     ///
     /// # Errors
-    /// The kernel's: EPERM where io_uring is forbidden (`kernel.io_uring_disabled`, seccomp), ENOSYS
-    /// where it does not exist, EINVAL before Linux 5.19, ENOMEM.
+    /// The kernel's: EPERM where io_uring is forbidden (`kernel.io_uring_disabled`, seccomp),
+    /// ENOSYS where it does not exist, EINVAL before Linux 5.19, ENOMEM.
     pub fn new() -> Result<Uring, Errno> {
         Uring::with_slots(SLOTS)
     }
 
-    /// As many rings as `slots` slots take; the first is made now, others when they are needed.
+    /// As many rings as `slots` slots (at least 1) take; the first is made now, others when they
+    /// are needed.
+    ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_slots(slots: u32) -> Result<Uring, Errno> {

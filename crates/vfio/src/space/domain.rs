@@ -67,7 +67,7 @@ macro_rules! is_a_domain {
 
             /// Maps many ranges with as few kernel mappings as possible: those that follow each
             /// other (address, target, permission) become one, which is unmapped as one. All or
-            /// nothing.
+            /// nothing; what the kernel fails to remove after an error can still be unmapped.
             ///
             /// # Errors
             /// As [`map_pages`](ringfence_iommu::Domain::map_pages).

@@ -13,9 +13,10 @@ pub struct Tuning {
     /// `MapBatch` of `ringfence-dma`, for one, may be unmapped one by one. Ranges that follow each
     /// other within one call (a scatter list, `map_batch`) become one mapping in any case.
     pub merge: bool,
-    /// The most bytes of one kernel mapping, a power of two. A longer range is made, and removed,
-    /// in several steps, between which other threads have their turn (the kernel locks the
-    /// container while it pins, some 50 to 250 ms per GiB), and takes as many entries of the
+    /// The most bytes of one kernel mapping: rounded down to a power of two, a granule at least,
+    /// and less where a bitmap of dirty pages covers less. A longer range is made, and removed, in
+    /// several steps, between which other threads have their turn (the kernel locks the container
+    /// while it pins, some 50 to 250 ms per GiB), and takes as many entries of the
     /// [budget](crate::Type1::available). 1 GiB by default, which is the largest page too.
     pub chunk: u64,
 }

@@ -56,7 +56,7 @@ impl Fake {
         self.fail_at = Some(n);
     }
 
-    /// How often each page is held.
+    /// How often each page is held, by its address in the process.
     pub fn held(&self) -> &BTreeMap<u64, u64> {
         &self.pages
     }

@@ -100,7 +100,8 @@ impl<S: Serve> RequestFigures<S> {
         self.count(&stuck);
     }
 
-    /// Drops what the kernel is done with. Invalidations may wait for its leases, so workers call this.
+    /// Drops what the kernel is done with. Invalidations may wait for its leases, so workers call
+    /// this.
     #[inline]
     pub(super) fn reap(&self) -> bool {
         self.stuck() > 0 && self.reap_stuck()
@@ -140,13 +141,13 @@ impl<S: Serve> Drop for RequestFigures<S> {
     }
 }
 
-/// How often to check whether the kernel is done with stuck rings: it wakes no worker then, since it
-/// signals the eventfd of a queue that is gone.
+/// How often to check whether the kernel is done with stuck rings: it wakes no worker then, since
+/// it signals the eventfd of a queue that is gone.
 const EVERY_NS: u64 = 5_000_000;
 
 /// Drops what stopped queues kept, once the kernel is done with it: memory, and leases that
-/// invalidations wait for. On its own, it is the unit that a device leaves on its workers when a connection is
-/// over.
+/// invalidations wait for. On its own, it is the unit that a device leaves on its workers when a
+/// connection is over.
 pub struct Reaper<S: Serve> {
     figures: Arc<RequestFigures<S>>,
     due_ns: u64,

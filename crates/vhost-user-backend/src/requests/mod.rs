@@ -34,8 +34,8 @@ pub trait Serve: Send + Sized + 'static {
     /// Whether to keep what the kernel still uses of an abandoned ring until the kernel is done.
     /// Otherwise it is dropped with its requests, which ends all that they may do.
     const KEEPS: bool;
-    /// Whether a driver learns of a request that has failed from what is written for it. Otherwise
-    /// the ring stops instead: a completion with nothing written might be taken for a success.
+    /// Whether what is written for a request shows the driver that it has failed. Otherwise the
+    /// ring stops instead: a completion with nothing written might be taken for a success.
     const FAILS: bool = true;
 
     /// A round begins.
@@ -125,7 +125,7 @@ pub trait Serve: Send + Sized + 'static {
     }
     /// The bus is about to lose `memory`, which the kernel may still use.
     fn keep(&mut self, memory: &Arc<Memory>) {}
-    /// When a request [completes](Self::completed) by the clock.
+    /// When a request [completes](Self::completed) by the clock, in ns of the monotonic one.
     fn next_due(&self) -> Option<u64> {
         None
     }
@@ -228,7 +228,7 @@ pub enum QueueError {
     /// The ring is not at its new addresses.
     #[error("the ring is not where it was moved to")]
     Moved,
-    /// Requests can neither go on nor be put back, and no completion says that they have failed.
+    /// Requests can neither go on nor be put back, and no completion can report their failure.
     #[error("requests that can neither be completed nor put back: {0}")]
     Lost(usize),
     /// More workers than the IOMMU has places for.

@@ -38,9 +38,9 @@ const ROUND_REQUESTS: usize = 32;
 /// For how many descriptors of a request, and as many pieces of memory, a slot keeps its
 /// allocations when the request is over: a little more than most reads and writes of 128 KiB have.
 pub const KEPT: usize = 64;
-/// The most descriptors, and pieces of memory, that all requests in progress with more than that
-/// have together. A ring at this limit is not read further; one request exceeds it by no more than
-/// 2048.
+/// The most descriptors, and pieces of memory, that all requests in progress with more than
+/// [`KEPT`] have together. A ring at this limit is not read further; one request of a ring of up to
+/// 1024 exceeds it by no more than 2048.
 pub const MOST_HELD: usize = 1 << 15;
 
 /// A request that was taken from the ring, or room for one.
@@ -234,9 +234,10 @@ impl<S: Serve> RequestQueue<S> {
         self.at_used = true;
     }
 
-    /// The index at which the ring goes on; `None` if that is unknown, and matters. Where the guest does not
-    /// move it does not: its driver begins anew, as one does that shuts down, or the record says it. Without a
-    /// record a driver that goes on waits for what is lost, as it does where a back end never uses a buffer.
+    /// The position at which the ring goes on (see [`RingConfig::base`](device::RingConfig::base));
+    /// `None` if it is unknown and the guest may move, as writes are logged. A guest that stays
+    /// does not need it: its driver begins anew, as one that shuts down, or the next process reads
+    /// it from the record. With neither, the driver waits for the requests that are lost.
     pub fn next_avail(&self) -> Option<u32> {
         let closed = self.recorded.as_ref().is_some_and(Recorded::is_closed);
         let unknown = self.log.is_on() && (self.lost || self.at_used && closed);
@@ -258,7 +259,7 @@ impl<S: Serve> RequestQueue<S> {
         self.held
     }
 
-    /// The requests in progress, and those whose room is kept.
+    /// The requests in progress, and room for others: as many as the ring has descriptors.
     pub fn slots(&self) -> &[Slot<S::Request>] {
         &self.slots
     }
@@ -335,8 +336,8 @@ impl<S: Serve> RequestQueue<S> {
         reaped
     }
 
-    /// All that there is to do for a queue that is disabled or has failed: [`reap`](Self::reap). True
-    /// if there was anything, or the kernel has refused what it must be asked again.
+    /// All that there is to do for a queue that is disabled or has failed: [`reap`](Self::reap).
+    /// True if there was anything, or the kernel has refused what is to be submitted again.
     pub(super) fn idle(&mut self) -> bool {
         self.serve.begin_round();
         self.reap() || self.is_spent()
@@ -527,7 +528,7 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// When the clock next gives the queue something to do, if it does.
+    /// When the clock next gives the queue something to do, in ns, if it does.
     pub fn next_due(&self) -> Option<u64> {
         if let Some(away) = self.away {
             // No event signals that it is mapped again, and the driver may omit kicks.

@@ -46,7 +46,8 @@ fn next_avail<S: Serve>(queue: &RequestQueue<S>) -> Result<u32, HandlerError> {
 }
 
 impl<S: Serve> RequestRings<S> {
-    /// Rings that `workers` serve in turn, as their unit number `unit`, counted in `figures`.
+    /// Rings that `workers`, at least one, share (ring n is that of worker n modulo their number),
+    /// as their unit number `unit`, counted in `figures`.
     pub fn new(
         name: Arc<str>,
         workers: Arc<[Worker]>,
@@ -148,8 +149,9 @@ impl<S: Serve> RequestRings<S> {
         Err(HandlerError::new(format!("{name} has not completed {left} requests of ring {ring}")))
     }
 
-    /// Whether to give up waiting for requests in progress, since the connection is over; `None`
-    /// while it is not.
+    /// Whether to give up waiting for requests in progress, since the connection is over: 0.1 s
+    /// after the front end was found gone, 3 s after a shutdown at this end. `None` while it is not
+    /// over.
     pub fn is_given_up(&self, connection: Option<&Shutdown>) -> Option<bool> {
         let Some(connection) = connection.filter(|connection| connection.is_over()) else {
             self.over.set(None);

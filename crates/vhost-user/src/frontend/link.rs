@@ -224,8 +224,8 @@ impl Link {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Sends what was posted, as far as there is room, and takes the replies that are there, without
-    /// waiting.
+    /// Sends what was posted, as far as there is room, and takes the replies that are there,
+    /// without waiting.
     pub(super) fn flush(&self) -> Result<()> {
         if self.send_posted(&mut self.outgoing.lock())? {
             // A thread that reads takes them when it gets to them.

@@ -34,7 +34,7 @@ fn entry(index: u16) -> usize {
 pub struct PackedDescriptor {
     /// The buffer's address.
     pub addr: u64,
-    /// The buffer's length.
+    /// The buffer's length in bytes.
     pub len: u32,
     /// The descriptor's flags.
     pub flags: u16,
@@ -233,7 +233,8 @@ impl PackedInflight {
     }
 
     /// Takes a buffer of these descriptors; call it before the buffer has any effect. Returns its
-    /// entry; `None` if `descriptors` is empty, or more would be in flight than the ring has.
+    /// entry; `None` if `descriptors` is empty, or has more than the ring or than there are free
+    /// entries.
     pub fn take(&mut self, descriptors: &[PackedDescriptor]) -> Option<u16> {
         let size = self.part.size;
         let free = core::iter::successors(Some(self.free_head), |&index| {
@@ -302,8 +303,8 @@ impl PackedInflight {
         Self::put_used(&self.part, self.used, self.used);
     }
 
-    /// Forgets the buffer of this entry, which was taken last of those that are in flight, and is put
-    /// back into the ring. Only while nothing is completed and not [published](Self::publish).
+    /// Forgets the buffer of this entry, which was taken last of those that are in flight, and is
+    /// put back into the ring. Only while nothing is completed and not [published](Self::publish).
     pub fn forget(&mut self, slot: u16) {
         debug_assert!(self.batch.is_empty());
         let num = self.free(slot);

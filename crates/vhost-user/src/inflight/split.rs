@@ -79,7 +79,7 @@ impl SplitInflight {
         Ok((SplitInflight { part, counter, last_batch_head, batch, base }, heads))
     }
 
-    /// The index of the available ring at which to go on, behind all that was taken.
+    /// The index of the available ring at which to go on, behind all that earlier processes took.
     pub fn base(&self) -> u16 {
         self.base
     }
@@ -105,8 +105,8 @@ impl SplitInflight {
         }
     }
 
-    /// Shows the driver what was completed since the last call: `show` advances the used ring's index
-    /// by as many elements, and returns the new index.
+    /// Shows the driver what was completed since the last call: `show` advances the used ring's
+    /// index by as many elements, and returns the new index.
     pub fn publish(&mut self, show: impl FnOnce() -> u16) {
         for &head in &self.batch {
             self.part.put16(entry(head) + NEXT, self.last_batch_head);

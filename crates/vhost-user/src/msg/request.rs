@@ -277,7 +277,8 @@ impl Request {
     /// Reads a request.
     ///
     /// # Errors
-    /// An unknown number, a payload of the wrong size, or a field with an impossible value.
+    /// An unknown or unsupported number, a payload of the wrong size, or a field with an impossible
+    /// value.
     pub fn parse(request: u32, payload: &[u8]) -> Result<Request, WireError> {
         let wire = Payload { request, payload };
         Ok(match request {

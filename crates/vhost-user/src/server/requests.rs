@@ -294,7 +294,7 @@ impl<H: Handler> Server<H> {
     }
 
     /// Stops a ring, if it runs, and records its position. A device that fails to stop it is not
-    /// asked again: another request that needs the ring stopped would then succeed.
+    /// called again: another request that needs the ring stopped would then succeed.
     pub(super) fn stop(&mut self, ring: usize) -> Result<(), Failure> {
         if self.rings[ring].running {
             self.rings[ring].running = false;

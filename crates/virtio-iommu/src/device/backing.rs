@@ -59,7 +59,8 @@ pub trait Backing: Send + Sync {
     /// A new, empty domain.
     ///
     /// # Errors
-    /// There is no room: the request that needed it is completed with NOMEM.
+    /// The ATTACH that needed it is completed with UNSUPP for
+    /// [`Unsupported`](ringfence_iommu::Error::Unsupported), and otherwise with NOMEM.
     fn create_domain(&self) -> Result<Arc<Self::Domain>>;
 
     /// Puts an endpoint somewhere else. When it returns, lookups that begin use the new binding;
@@ -67,14 +68,15 @@ pub trait Backing: Send + Sync {
     /// [`sync_binding_begin`](Self::sync_binding_begin). The backing ignores an unknown endpoint.
     ///
     /// # Errors
-    /// It cannot go there, and is where it was. The request is completed with NOMEM for
+    /// It cannot go there, and is where it was. An ATTACH is completed with NOMEM for
     /// [`NoMemory`](ringfence_iommu::Error::NoMemory) and [`Full`](ringfence_iommu::Error::Full),
     /// with DEVERR for [`Gone`](ringfence_iommu::Error::Gone), and otherwise with UNSUPP (rules
-    /// V11, V12).
+    /// V11, V12); a DETACH, for which even [`Binding::Blocked`] fails, with DEVERR.
     fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()>;
 
-    /// Starts to invalidate what was cached of the binding that `endpoint` had before.
-    /// The default is for backings whose [`set_domain`](Self::set_domain) does it all.
+    /// Starts to invalidate what was cached of the binding that `endpoint` had before; returns the
+    /// token to poll, [`SyncToken::DONE`] if it is over already. The default is for backings whose
+    /// [`set_domain`](Self::set_domain) does it all.
     ///
     /// # Errors
     /// Old translations may still be in use.
@@ -83,10 +85,10 @@ pub trait Backing: Send + Sync {
         Ok(SyncToken::DONE)
     }
 
-    /// Whether the invalidation that gave `token` is over.
+    /// Whether the invalidation that `token` stands for is over.
     ///
     /// # Errors
-    /// As [`sync_binding_begin`](Self::sync_binding_begin).
+    /// As [`sync_binding_begin`](Self::sync_binding_begin); the token is not polled again.
     fn sync_binding_poll(&self, token: SyncToken) -> Result<bool> {
         let _ = token;
         Ok(true)

@@ -19,8 +19,8 @@ use crate::wire::{CONFIG_LEN, Features, IommuConfig};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// The features on offer. [`Features::BYPASS`] is left out: a new device should not offer it
-    /// (rule V1). [`Features::PROPOSED`] ones are no part of the specification: with them the device
-    /// is experimental.
+    /// (rule V1). [`Features::PROPOSED`] ones are no part of the specification: with them the
+    /// device is experimental.
     pub features: Features,
     /// Page sizes; the lowest is the granule.
     pub page_sizes: PageSizes,
@@ -37,8 +37,8 @@ pub struct DeviceConfig {
 }
 
 impl Default for DeviceConfig {
-    /// All features of the specification but the old BYPASS, 4 KiB to 1 GiB pages, all addresses, 65,536 domains, 512
-    /// bytes of properties, no bypass.
+    /// All features of the specification but the old BYPASS, 4 KiB to 1 GiB pages, all addresses,
+    /// at most 65,536 domains, 512 bytes of properties, no bypass.
     fn default() -> DeviceConfig {
         DeviceConfig {
             features: Features::all().difference(Features::BYPASS | Features::PROPOSED),
@@ -114,7 +114,8 @@ impl<B: Backing> fmt::Debug for Device<B> {
 }
 
 impl<B: Backing> Device<B> {
-    /// A device with these `options`. All endpoints are unattached.
+    /// A device with these `options`. All endpoints are unattached: blocked; or they bypass, if
+    /// `bypass` is set, BYPASS_CONFIG is on offer and the backing can.
     pub fn new(backing: Arc<B>, mut options: DeviceConfig) -> Device<B> {
         options.features.remove(Features::BYPASS);
         let device = Device {
@@ -186,12 +187,12 @@ impl<B: Backing> Device<B> {
 
     /// A driver's write to the configuration: only `bypass` changes, and only if BYPASS_CONFIG was
     /// negotiated and the value is 0 or 1. Endpoints that are attached to nothing have the new
-    /// binding when it returns; what was cached of the old is used at most until the next quiet
-    /// point of its user.
+    /// binding when it returns (one that cannot bypass is blocked); what was cached of the old is
+    /// used at most until the next quiet point of its user.
     ///
     /// # Errors
-    /// An invalidation could not be begun: old translations may stay in use; the device needs a
-    /// reset (rule V30).
+    /// An endpoint could not be blocked, or an invalidation could not be begun: old translations
+    /// may stay in use; the device needs a reset (rule V30).
     pub fn write_config(&self, offset: usize, data: &[u8]) -> Result<()> {
         match IommuConfig::bypass_written(offset, data) {
             Some(bypass) if self.has(Features::BYPASS_CONFIG) => match bypass == self.bypasses() {
@@ -250,10 +251,10 @@ impl<B: Backing> Device<B> {
 
     /// An endpoint is gone, and the backing does not [know](Backing::endpoint) it any more: it is
     /// detached, and its domain is removed if it was the last (rule V14). It may reach its old
-    /// targets until the backing reports the invalidation as over.
+    /// targets until [`Backing::sync_binding_poll`] returns true for the token.
     ///
     /// # Errors
-    /// Old translations may stay in use.
+    /// It is detached, but old translations may stay in use.
     pub fn endpoint_removed(&self, endpoint: u32) -> Result<SyncToken> {
         self.beyond_record(false, || self.remove(endpoint))
     }
@@ -284,7 +285,8 @@ impl<B: Backing> Device<B> {
     /// stays (rules V3, V4). Request queues must have been stopped.
     ///
     /// # Errors
-    /// An invalidation could not be begun: old translations may stay in use.
+    /// An endpoint could not be blocked, or an invalidation could not be begun: old translations
+    /// may stay in use.
     pub fn reset(&self) -> Result<()> {
         self.beyond_record(true, || self.clear())
     }

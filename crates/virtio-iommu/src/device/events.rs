@@ -19,8 +19,8 @@ use ringfence_virtq::{Chain, RingError, device::Queue};
 use super::Progress;
 use crate::wire::{FAULT_LEN, FaultRecord};
 
-/// Faults that wait for a buffer: bounded, what is too many is dropped and counted (rule V29).
-/// Shared by what reports faults and the [`EventQueue`].
+/// Faults that wait for a buffer. Their number is bounded: a fault that finds no room is dropped,
+/// and counted (rule V29). Shared by what reports faults and the [`EventQueue`].
 #[derive(Debug)]
 pub struct FaultQueue {
     capacity: usize,
@@ -41,7 +41,7 @@ impl FaultQueue {
         })
     }
 
-    /// How many faults were dropped.
+    /// How many faults found no room here, or were put into a buffer that could not be written.
     pub fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
@@ -95,8 +95,8 @@ impl EventQueue {
         EventQueue { faults, queue, chain: Chain::new() }
     }
 
-    /// Delivers what waits, as far as there are buffers. A buffer too small for a record is given
-    /// back empty.
+    /// Delivers what waits, as far as there are buffers, into as many as the ring has places at
+    /// most. A buffer too small for a record is given back empty.
     ///
     /// # Errors
     /// The driver broke the ring.
@@ -104,8 +104,8 @@ impl EventQueue {
         self.poll_some(mem, usize::MAX)
     }
 
-    /// How many buffers lie in the ring, as [`RequestQueue::ready`](super::RequestQueue::ready) counts
-    /// requests, as far as there are faults for them.
+    /// How many buffers lie in the ring, as far as one look counts them, but no more than there are
+    /// faults that wait.
     pub fn ready(&mut self, mem: &impl Translate) -> usize {
         let wanted = self.faults.waiting().try_into().unwrap_or(u16::MAX);
         self.queue.peek_from(mem, 0, wanted, |_| ()).into()

@@ -43,8 +43,8 @@ pub(super) fn each_mapping(
 }
 
 /// A domain that is repeated in others: what a driver maps is in the *primary* one, through which
-/// endpoints of this process translate, and in the [`Mirror`] of each member behind a real IOMMU. All
-/// of them have it, or none.
+/// endpoints of this process translate, and in the [`Mirror`] of each member behind a real IOMMU.
+/// All of them have it, or none.
 ///
 /// Without mirrors it is the primary domain plus a check of a flag. With mirrors, maps and unmaps
 /// exclude each other, and the domains are changed one after the other: a mapping enters the
@@ -247,7 +247,8 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     }
 
     /// # Errors
-    /// As the primary's. A mirror's: nothing of that range was removed, unless the mirror has counted it.
+    /// As the primary's. A mirror's: nothing of that range was removed, unless the mirror has
+    /// counted it.
     #[inline]
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         let mut bytes = 0;
@@ -286,21 +287,21 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
         Outside { mirror, binding: Mutex::new(Binding::Blocked) }
     }
 
-    /// What it sees.
+    /// The mirror, which has what the endpoint reaches.
     pub fn mirror(&self) -> &Arc<Mirror> {
         &self.mirror
     }
 
-    /// Where it is.
+    /// Its present binding.
     pub fn binding(&self) -> Binding<Joint<D>> {
         self.binding.lock().clone()
     }
 
-    /// Puts it somewhere else, which is in force when this returns. Takes time for each mapping of
-    /// the domain that it leaves or joins; maps and unmaps in these wait for it.
+    /// Changes its binding, which is in force when this returns. Takes time for each mapping of the
+    /// domain that it leaves or joins; maps and unmaps in these wait for it.
     ///
     /// # Errors
-    /// It is where it was; or, where that could not be restored, which the mirror
+    /// The binding is the one before; or, where that could not be restored, which the mirror
     /// [counts](Mirror::failures), it is blocked, and its remaining mappings are removed before the
     /// next binding.
     pub fn bind(&self, to: Binding<Joint<D>>) -> Result<()> {

@@ -33,7 +33,8 @@ use self::record::{AMENDED, FIRST, head, read_log};
 pub(super) use self::record::{Completion, changes};
 use crate::wire::{Request, Status};
 
-/// Why a state was not taken over. Nothing is attached, then.
+/// Why a state was not taken over. Nothing is attached then, except for [`InUse`](Self::InUse),
+/// which leaves the device as it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {
@@ -49,7 +50,7 @@ pub enum RestoreError {
     /// The device offers something else than the saved one.
     #[error("the device differs from the one that was saved: {0}")]
     Differs(&'static str),
-    /// Restoring the state failed; this is the status of the request for it.
+    /// A member or a mapping of a domain is refused, with the status of the request for it.
     #[error("the state cannot be restored: domain {domain}, {status}")]
     Refused {
         /// The domain.
@@ -60,7 +61,7 @@ pub enum RestoreError {
     /// A request that was completed with OK has another status here.
     #[error("request {at} after the state cannot be carried out here: {status}")]
     Request {
-        /// Which of them.
+        /// Its number among those after the state, from 0.
         at: usize,
         /// The status.
         status: Status,
@@ -68,7 +69,7 @@ pub enum RestoreError {
     /// An invalidation failed.
     #[error("an invalidation failed: {0}")]
     Invalidation(Error),
-    /// An invalidation does not end.
+    /// An invalidation does not end within 10 s.
     #[error("an invalidation does not end")]
     Stuck,
 }
@@ -122,7 +123,7 @@ pub enum JournalError {
     /// A record of the log is wrong.
     #[error("the record at {at} of the journal's log: {what}")]
     Record {
-        /// Where it begins in the log.
+        /// Where it begins, in bytes from the start of the log.
         at: usize,
         /// What is wrong with it.
         what: &'static str,
@@ -182,7 +183,7 @@ pub struct Recovered {
 }
 
 impl Recovered {
-    /// How many requests after its snapshot it holds.
+    /// How many requests it holds that were carried out after its snapshot and changed something.
     pub fn requests(&self) -> usize {
         self.requests.len()
     }
@@ -220,8 +221,8 @@ impl fmt::Debug for Journal {
 }
 
 impl Journal {
-    /// How long the file must be for a device with `mappings`, in all domains together, and
-    /// `endpoints`. Only the parts in use take memory.
+    /// How many bytes the file must have for a device with up to `mappings`, in all domains
+    /// together, and `endpoints`. Only the parts in use take memory.
     pub fn bytes_for(mappings: u64, endpoints: usize) -> usize {
         let mappings = usize::try_from(mappings).unwrap_or(usize::MAX).saturating_mul(28);
         // A domain has a member.
@@ -231,8 +232,8 @@ impl Journal {
         snapshot.saturating_add(log).saturating_mul(2).saturating_add(HEADER)
     }
 
-    /// A journal in `file`, whatever that contains: it holds nothing until a device
-    /// [has](super::Device::set_journal) it.
+    /// A journal in `file`, whatever that contains: it holds nothing until it is
+    /// [set](super::Device::set_journal) for a device.
     ///
     /// # Errors
     /// [`JournalError::Short`].
@@ -256,7 +257,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// How many bytes [`check`](Self::check) reads.
+    /// The bytes of a journal's header: the least that a file for [`check`](Self::check) has.
     pub const HEADER: usize = HEADER;
 
     /// Whether a file of at least [that length](Self::HEADER) begins as a journal of this version
@@ -264,6 +265,9 @@ impl Journal {
     ///
     /// # Errors
     /// [`JournalError::Format`], [`JournalError::Version`].
+    ///
+    /// # Panics
+    /// If the file is shorter.
     pub fn check(file: &SharedFile) -> Result<(), JournalError> {
         let word = |at| file.u64_at(at).load(Relaxed);
         if word(MAGIC_AT) != MAGIC {

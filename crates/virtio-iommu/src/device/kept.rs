@@ -60,14 +60,15 @@ impl Kept {
 }
 
 impl<B: Backing> Device<B> {
-    /// Keeps the device's state in `journal` from now on, in place of any earlier journal. When
-    /// that fails, as when the journal is full, the journal is invalidated, and `lost` is called,
-    /// once.
+    /// Keeps the device's state in `journal` from now on, in place of any earlier journal. To be
+    /// called while no request queue works. When keeping it fails later, as when the journal is
+    /// full, the journal is invalidated, and `lost` is called, once. The journal is locked then:
+    /// `lost` must not use the device.
     ///
     /// A device with a journal has one request queue, in a split ring.
     ///
     /// # Errors
-    /// It cannot even begin.
+    /// The present state cannot be written. `journal` is invalidated; an earlier one stays.
     pub fn set_journal(
         &self,
         journal: Journal,
@@ -122,7 +123,8 @@ impl<B: Backing> Device<B> {
     /// must be completed with OK again. All or nothing.
     ///
     /// # Errors
-    /// See [`RestoreError`]. The device is as after a [reset](Self::reset).
+    /// [`RestoreError::InUse`]: nothing has changed. After all others, see [`RestoreError`], the
+    /// device is as after a [reset](Self::reset).
     pub fn recover(&self, recovered: &Recovered) -> Result<(), RestoreError> {
         self.beyond_record(true, || {
             let bypass = self.bypasses();

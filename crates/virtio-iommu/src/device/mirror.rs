@@ -16,9 +16,9 @@ use ringfence_iommu::{
 /// A piece of guest memory, and where it lies in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostRegion {
-    /// Its guest-physical addresses.
+    /// Its first and its last guest-physical address.
     pub guest: (GuestPhys, GuestPhys),
-    /// Where the first of them lies.
+    /// Where the first address lies.
     pub host: HostAddr,
 }
 
@@ -28,8 +28,8 @@ pub struct HostRegion {
 /// A mapping may lie in several regions of guest memory and then becomes several mappings of the
 /// domain. Adjacent mappings are never merged: the domain would refuse to remove one of them.
 ///
-/// The domain must not need the calling thread for its [`iotlb_sync`](Domain::iotlb_sync): VFIO's have
-/// done everything when an unmap returns.
+/// The domain must not need the calling thread for its [`iotlb_sync`](Domain::iotlb_sync): VFIO's
+/// have done everything when an unmap returns.
 pub struct Mirror {
     domain: Arc<dyn Domain<Target = HostAddr>>,
     granule: u64,
@@ -48,7 +48,8 @@ impl Mirror {
     /// mirror or its domain exists.
     ///
     /// # Panics
-    /// If regions of the memory overlap, or pass the end of the address space.
+    /// If regions of the memory overlap, end before they begin, or pass the end of the address
+    /// space.
     pub unsafe fn new(
         domain: Arc<dyn Domain<Target = HostAddr>>,
         memory: impl IntoIterator<Item = HostRegion>,
@@ -65,13 +66,14 @@ impl Mirror {
         Arc::new(Mirror { domain, granule, memory, can_bypass, failures: AtomicU64::new(0) })
     }
 
-    /// How often a mapping could not be removed, or not be put back: something may be reachable that
-    /// should not be, or not reachable that should.
+    /// How often a mapping could not be removed, or not be put back: something may be reachable
+    /// that should not be, or not reachable that should.
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
 
-    /// What cannot be mapped there: the holes of its domain, and what lies around them.
+    /// What cannot be mapped there: the reserved regions of its domain, and what lies outside of
+    /// the domain's aperture.
     pub fn reserved(&self) -> Vec<ReservedRegion> {
         let Geometry { aperture, reserved, .. } = self.domain.geometry();
         let (first, last) = (aperture.first().0, aperture.last().0);

@@ -24,13 +24,13 @@ const AHEAD: usize = 8;
 /// How many bytes of a buffer for properties are zeroed, however long the driver makes it.
 const MAX_PROPERTIES: usize = 1 << 16;
 
-/// What a [`RequestQueue::poll`] did.
+/// What a poll of a [`RequestQueue`], or of an [`EventQueue`](super::EventQueue), did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Progress {
-    /// How many requests were carried out.
+    /// How many requests were carried out, or faults taken.
     pub handled: usize,
-    /// How many replies were published.
+    /// How many replies were published, or event buffers given back.
     pub published: usize,
     /// Whether replies wait for an invalidation: poll again soon, even if the ring is empty.
     pub pending: bool,
@@ -39,7 +39,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Whether nothing was done.
+    /// Whether nothing was carried out or published. Replies may be `pending`.
     pub fn is_idle(&self) -> bool {
         self.handled == 0 && self.published == 0
     }
@@ -52,9 +52,11 @@ pub struct Counters {
     pub maps: u64,
     /// UNMAP requests.
     pub unmaps: u64,
-    /// Other requests, unknown ones among them.
+    /// Other requests: also unknown ones, those that could not be read, and those that are
+    /// completed from a journal.
     pub others: u64,
-    /// Requests that were not completed with OK.
+    /// Requests that were refused, or could not be carried out. One whose invalidation failed
+    /// afterwards does not count.
     pub refused: u64,
     /// Invalidations waited for, one per domain and batch.
     pub syncs: u64,
@@ -126,8 +128,9 @@ fn write_pieces(mem: &impl Translate, pieces: &[Desc], bytes: &[u8]) -> Result<(
 /// Requests are carried out in the order of the ring and completed in it. Those found together make
 /// a batch: when none of them needs an invalidation their replies are published at once, else
 /// together once all invalidations of the batch are over, one per domain. So after the reply to an
-/// UNMAP no access succeeds, whatever the device's threads had cached; and a MAP that follows it in
-/// the ring is not completed before it.
+/// UNMAP (in a lazy domain, to the next IOTLB_FLUSH) no access to what it removed succeeds,
+/// whatever the device's threads had cached; and a MAP that follows it in the ring is not completed
+/// before it.
 pub struct RequestQueue<B: Backing> {
     device: Arc<Device<B>>,
     queue: Queue,
@@ -167,7 +170,7 @@ impl<B: Backing> RequestQueue<B> {
         }
     }
 
-    /// Goes on with `queue`, whose areas were found, for a device that was
+    /// Goes on with `queue`, which must be [valid](Queue::is_valid), for a device that was
     /// [recovered](Device::recover): requests that are still in the ring and were carried out get
     /// the same completions again.
     pub fn resume(
@@ -196,8 +199,8 @@ impl<B: Backing> RequestQueue<B> {
         self.poll_some(mem, usize::MAX)
     }
 
-    /// How many requests lie in the ring, as far as can be seen at a glance: all, or enough for one
-    /// [`poll_some`](Self::poll_some).
+    /// How many requests lie in the ring: all, or as many as one look counts, which is enough for
+    /// one [`poll_some`](Self::poll_some).
     pub fn ready(&mut self, mem: &impl Translate) -> usize {
         self.queue.peek_from(mem, 0, u16::MAX, |_| ()).into()
     }
@@ -491,7 +494,7 @@ impl<B: Backing> RequestQueue<B> {
         self.waiting
     }
 
-    /// The virtqueue, to suppress and enable kicks or to ask for its indices.
+    /// The virtqueue, to suppress and enable kicks or to read its indices.
     pub fn queue(&mut self) -> &mut Queue {
         &mut self.queue
     }

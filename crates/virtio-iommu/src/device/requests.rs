@@ -21,7 +21,7 @@ const PROBED_GRANULES: u64 = 1 << 14;
 
 impl<B: Backing> Device<B> {
     /// Carries out one request from its device-readable bytes and writes what is to be written;
-    /// the used length. For callers without a virtqueue, such as a fuzzer.
+    /// returns the used length. For callers without a virtqueue, such as a fuzzer.
     ///
     /// If the [`session`](Session::needs_sync) needs a sync afterwards, the reply is not to be
     /// given before that is over.

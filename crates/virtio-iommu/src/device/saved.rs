@@ -51,11 +51,12 @@ impl<B: Backing> Device<B> {
         Ok(out)
     }
 
-    /// Takes over what [`save`](Self::save) gave, before endpoints or request queues work. Every line of
-    /// it is checked as a request is. All or nothing.
+    /// Takes over what [`save`](Self::save) returned, before endpoints or request queues work. Each
+    /// part of it is checked as a request is. All or nothing.
     ///
     /// # Errors
-    /// See [`RestoreError`]. The device is as after a [reset](Self::reset).
+    /// [`RestoreError::InUse`]: nothing has changed. After all others, see [`RestoreError`], the
+    /// device is as after a [reset](Self::reset).
     pub fn restore(&self, bytes: &[u8]) -> core::result::Result<(), RestoreError> {
         self.beyond_record(true, || self.take_over(bytes))
     }

@@ -110,7 +110,8 @@ fn touch<D>(touched: &mut Vec<Touched<D>>, used: &mut usize, domain: &Arc<D>) ->
 }
 
 impl<B: Backing> Device<B> {
-    /// Starts the invalidations that `session` has gathered.
+    /// Starts the invalidations that `session` has gathered. The failure of one is returned by
+    /// [`poll_sync`](Self::poll_sync).
     pub fn begin_sync(&self, session: &mut Session<B>) {
         for Touched { domain, gather, sync, spare } in &mut session.touched[..session.used] {
             if !gather.is_empty()
@@ -132,9 +133,9 @@ impl<B: Backing> Device<B> {
     /// Whether the invalidations begun are over. Once they are, the session is as new.
     ///
     /// # Errors
-    /// One of them failed: what was unmapped may still be reachable. The session's next sync does all of
-    /// them again, so that a request that is sent again waits for the invalidation that its reply
-    /// reports.
+    /// One of them failed: what was unmapped may still be reachable. The session's next sync does
+    /// all of them again, so that a request that is sent again waits for the invalidation that its
+    /// reply reports.
     pub fn poll_sync(&self, session: &mut Session<B>) -> Result<bool> {
         let Session { waits, failed, touched, used, .. } = session;
         let touched = &mut touched[..*used];

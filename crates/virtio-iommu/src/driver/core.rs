@@ -55,7 +55,7 @@ pub struct DriverConfig {
     /// which may take as long as a disk that uses the memory: a limit is for transports that cannot
     /// detect whether the device is there.
     pub timeout: Option<Duration>,
-    /// The size of a page of this processor: a larger granule is refused (rule L66).
+    /// The bytes of a page of this processor: a larger granule is refused (rule L66).
     pub cpu_page: u64,
 }
 
@@ -110,7 +110,7 @@ impl Driver {
     ///
     /// # Errors
     /// [`Error::Unsupported`]: the granule is larger than a page, a queue of one descriptor.
-    /// [`Error::NoMemory`]: `buffers` is too small.
+    /// [`Error::NoMemory`]: `buffers` is too small, or passes the end of the device's addresses.
     pub fn new(
         transport: Arc<dyn Transport>,
         queue: Queue,
@@ -164,8 +164,9 @@ impl Driver {
         Ok(Properties::new(&bytes).collect())
     }
 
-    /// The regions of an endpoint that are not for mapping, from PROBE if there is one; and a
-    /// window for MSIs if the device names none (rule L66).
+    /// The regions of an endpoint that are not for mapping, in ascending order, from PROBE if there
+    /// is one; and, if the device names no window for MSIs, the one that Linux uses: 1 MiB at
+    /// 0x800_0000 (rule L66).
     ///
     /// # Errors
     /// As [`probe`](Self::probe), except that PROBE is not required.
@@ -188,7 +189,7 @@ impl Driver {
     /// Sets whether endpoints that are attached to nothing bypass the IOMMU.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without BYPASS_CONFIG (rule V32), or by the transport.
+    /// [`Error::Unsupported`] without BYPASS_CONFIG (rule V32). Otherwise the transport's.
     pub fn set_bypass(&self, bypass: bool) -> Result<()> {
         if !self.features.contains(Features::BYPASS_CONFIG) {
             return Err(Error::Unsupported("the device has no bypass to set"));
@@ -347,7 +348,7 @@ pub struct Stats {
     pub unmaps: u64,
     /// Other requests sent.
     pub others: u64,
-    /// Sync points: `iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`.
+    /// Sync points (`iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`) of domains with an endpoint.
     pub syncs: u64,
     /// Times a thread found the ring full and had to wait.
     pub ring_full: u64,
@@ -355,7 +356,7 @@ pub struct Stats {
     pub kicks: u64,
     /// Requests that the device did not complete with OK.
     pub errors: u64,
-    /// How long sync points waited, in nanoseconds.
+    /// How long threads waited at sync points, in nanoseconds. A sync that is polled has no value.
     pub sync_wait_ns: HistogramSnapshot,
 }
 

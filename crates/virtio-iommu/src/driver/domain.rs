@@ -40,6 +40,8 @@ const fn seq_of(token: SyncToken) -> u64 {
 /// [`flush_iotlb_all`](Domain::flush_iotlb_all), and then what it was to remove may still be
 /// reachable: its addresses must not be used again. A flush sends the UNMAP once more, and fails as
 /// long as it is refused.
+///
+/// Dropping it detaches its endpoints, and waits for the device.
 pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
@@ -139,8 +141,7 @@ impl ViommuDomain {
     /// [`Error::Device`] if the device refuses; [`Error::Reserved`] if something is mapped in one
     /// of the endpoint's reserved regions; [`Error::Unsupported`] if it is attached to another
     /// domain. The endpoint is not attached then; or, if the device refused a mapping and then the
-    /// DETACH, it may reach what the device did map, until it is detached, or what is mapped
-    /// unmapped.
+    /// DETACH, it may reach what the device did map, until it is detached or that is unmapped.
     pub fn attach(&self, endpoint: u32) -> Result<()> {
         let regions = self.driver.probed_regions(endpoint)?;
         let mut state = self.settled();

@@ -23,7 +23,7 @@ pub trait Transport: Send + Sync {
     /// Writes `bypass` into the configuration.
     ///
     /// # Errors
-    /// The default says that it cannot.
+    /// The default returns [`Error::Unsupported`].
     fn set_bypass(&self, bypass: bool) -> Result<()> {
         let _ = bypass;
         Err(Error::Unsupported("this transport cannot write the configuration"))

@@ -54,7 +54,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// The outcome in a word or three, as reports have it.
+    /// The outcome in a word or two, as reports have it.
     pub fn name(&self) -> &'static str {
         match self {
             Outcome::Pass(_) => "pass",

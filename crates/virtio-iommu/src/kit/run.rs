@@ -16,8 +16,8 @@ pub fn checks() -> Vec<Check> {
 /// Runs the checks that are `wanted` on a device.
 ///
 /// A device that does not reply fails the check, and is restarted for the next one. If that fails,
-/// the remaining checks are not run, and the report says so. At the end the field `bypass` is as it
-/// was.
+/// the remaining checks are not run ([`Outcome::NotRun`]). At the end the device is reset and the
+/// field `bypass` as it was, unless the device is lost.
 pub fn run(subject: &mut dyn Subject, wanted: impl Fn(&Check) -> bool) -> Report {
     let mut report = Report::default();
     let mut lost: Option<Failed> = None;

@@ -4,8 +4,8 @@ use std::error::Error;
 
 /// A device under test, seen from its driver and from the endpoints behind it.
 ///
-/// Methods that give an `Option` are for what not every subject can do: `None` means that the subject
-/// cannot, and the checks that need it are not applicable.
+/// Methods that return an `Option` are for what not every subject can do: `None` means that the
+/// subject cannot, and the checks that need it are not applicable.
 pub trait Subject {
     /// The feature bits on offer. Only those of the device type are examined.
     fn offered(&self) -> u64;
@@ -32,10 +32,10 @@ pub trait Subject {
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed>;
 
     /// Puts one request into the request queue and waits for it: a descriptor with `readable` and
-    /// one with `writable` (up to 72 bytes and 16 KiB), either left out where it is empty (never
-    /// both). The device finds in its
-    /// buffer what `writable` holds, and `writable` holds afterwards what is in the buffer, also
-    /// behind the used length. Returns the used length.
+    /// one with `writable` (up to 72 bytes, and 16 KiB and a tail), either left out where it is
+    /// empty (never both). The device finds in its buffer what `writable` holds, and `writable`
+    /// holds afterwards what is in the buffer, also behind the used length. Returns the used
+    /// length.
     ///
     /// # Errors
     /// [`Failed::Timeout`] if the request does not come back within the subject's time-out.
@@ -77,8 +77,8 @@ pub trait Subject {
 
     /// Has an endpoint access `bytes.len()` bytes (a multiple of [`ACCESS`]) at `iova`.
     ///
-    /// A read fills `bytes` with what the endpoint got. A write puts `bytes` there; an endpoint that
-    /// cannot choose what it writes replaces them by what it did.
+    /// A read fills `bytes` with what the endpoint got. A write puts `bytes` there; an endpoint
+    /// that cannot choose what it writes replaces them by what it did write.
     ///
     /// # Errors
     /// [`Refused`]: the endpoint was kept from it. What the kit finds in `bytes` then is of no

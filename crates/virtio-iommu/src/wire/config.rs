@@ -104,7 +104,7 @@ impl IommuConfig {
         })
     }
 
-    /// What a driver reads at `offset`: the bytes there, zeroes beyond the end.
+    /// Fills `out` with what a driver reads from byte `offset` on: zeroes beyond the end.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         let bytes = self.emit();
         for (at, byte) in out.iter_mut().enumerate() {

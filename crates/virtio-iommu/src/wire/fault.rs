@@ -32,7 +32,7 @@ pub struct FaultRecord {
     pub endpoint: u32,
     /// What was attempted: [`Prot::READ`], [`Prot::WRITE`], both, or nothing where it is unknown.
     pub access: Prot,
-    /// Where, if it is known.
+    /// The first address that was refused, if it is known.
     pub address: Option<Iova>,
 }
 

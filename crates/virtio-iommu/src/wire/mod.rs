@@ -61,8 +61,8 @@ impl Features {
     pub const PROPOSED: Features = Features::LAZY_IOTLB_FLUSH;
 }
 
-/// How a request ended: the first byte of its tail (5.13.6.2). Displayed as the specification spells
-/// it: `NOENT`.
+/// How a request ended: the first byte of its tail (5.13.6.2). Displayed as the specification
+/// spells it: `NOENT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, TryFromBytes)]
 #[repr(u8)]
 pub enum Status {

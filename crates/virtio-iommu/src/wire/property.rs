@@ -40,7 +40,7 @@ pub fn write_properties(regions: &[ReservedRegion], out: &mut [u8]) -> bool {
     true
 }
 
-/// The regions that the properties describe which PROBE returned as bytes.
+/// Iterates over the regions that the property bytes of a PROBE describe.
 ///
 /// Tolerant (rules V41, V42): a property with reserved header bits, an unknown type, or a short or
 /// invalid body is skipped and parsing goes on behind it; an unknown subtype counts as reserved.

@@ -14,7 +14,7 @@ pub const MAX_REQUEST_LEN: usize = size_of::<RawProbe>();
 /// The bytes of a tail: the status and three reserved bytes.
 pub const TAIL_LEN: usize = 4;
 
-/// The flags of MAP: a permission of Linux has the same bits. MMIO needs the feature of that name.
+/// The flags of MAP: the bits of a domain's permission. MMIO needs the feature of that name.
 pub use ringfence_iommu::Prot as MapFlags;
 
 bitflags::bitflags! {
@@ -88,7 +88,7 @@ raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParseError {
-    /// There is not even a head.
+    /// There are fewer bytes than the 4 of a head: how many.
     #[error("{0} bytes hold no request head")]
     NoHead(usize),
     /// The type is unknown (rule V8).
@@ -203,7 +203,8 @@ pub enum Request {
 }
 
 impl Request {
-    /// Parses the device-readable bytes of a request.
+    /// Parses the device-readable bytes of a request; those beyond its
+    /// [length](Kind::request_len) are ignored.
     ///
     /// # Errors
     /// [`ParseError`]. Reserved bytes are checked where the specification lets a device do so:

@@ -113,7 +113,7 @@ impl Burst {
         &self.descs[from..]
     }
 
-    /// Chain `index`, in the order of the ring.
+    /// Chain `index`, in the order of the ring; `None` behind the last.
     #[inline]
     pub fn get(&self, index: usize) -> Option<Taken<'_>> {
         self.chains.get(self.first + index).map(|part| self.taken(part))

@@ -9,7 +9,7 @@ use crate::{Area, layout};
 pub struct Written<'w> {
     /// The area.
     pub area: Area,
-    /// Where they begin in it.
+    /// Where they begin in it, in bytes.
     pub offset: usize,
     /// The bytes, in this process.
     pub piece: HostSlice<'w>,

@@ -27,8 +27,8 @@ pub(super) trait Format: fmt::Debug + Sized {
     /// returns its last name.
     fn write(&self, at: &mut Self::At, names: &Names, descs: &[Desc]) -> u16;
 
-    /// Writes a chain of one descriptor, for which there is room, under the first free name: address,
-    /// length and flags.
+    /// Writes a chain of one descriptor, for which there is room, under the first free name:
+    /// address, length and flags.
     fn write_one(&self, at: &mut Self::At, names: &Names, desc: (u64, u32, u16));
 
     /// Descriptor `position` of an indirect table of `count`.

@@ -75,6 +75,6 @@ pub struct Holder {
     pub slots: u64,
     /// Bytes of these slots.
     pub bytes: u64,
-    /// For how long the oldest of them has been held, within [`BounceLimits::idle_ms`].
+    /// For how long the oldest of them has been held, exact to about [`BounceLimits::idle_ms`].
     pub oldest: Duration,
 }

@@ -122,8 +122,9 @@ impl<T: Address> fmt::Debug for BouncePools<T> {
 }
 
 impl<T: Address> BouncePools<T> {
-    /// Empty pools of slots in `domain`, at addresses from `allocator`, in memory from `memory`. A
-    /// thread, asleep unless slots are taken or idle, gives back idle memory.
+    /// Empty pools of slots in `domain`, at addresses from `allocator` (that of the domain's
+    /// devices, or one whose addresses none of them uses), in memory from `memory`. A thread,
+    /// asleep unless slots are taken or idle, gives back idle memory.
     ///
     /// # Errors
     /// The limits are invalid, or that thread cannot be started.
@@ -137,8 +138,9 @@ impl<T: Address> BouncePools<T> {
         Self::with_environment(domain, allocator, memory, limits, environment, TimerKind::Thread)
     }
 
-    /// As [`new`](Self::new), with the caller's clock and number of CPUs; without a thread, if the
-    /// caller calls [`expire`](Self::expire) when it is due.
+    /// As [`new`](Self::new), with the caller's clock and number of CPUs. With
+    /// [`TimerKind::Manual`] there is no thread, and the caller calls [`expire`](Self::expire) when
+    /// it is due.
     ///
     /// # Errors
     /// As [`new`](Self::new).

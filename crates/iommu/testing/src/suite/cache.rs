@@ -20,7 +20,10 @@ impl Cache {
         Cache { reader, found: Vec::new() }
     }
 
-    /// The target of an access, from the cache or from `domain`.
+    /// The target of an access, from the cache or from `domain`; `None` if it is refused.
+    ///
+    /// # Panics
+    /// As [`SoftDomain::translate`].
     pub fn access<T: Address>(
         &mut self,
         domain: &SoftDomain<T>,

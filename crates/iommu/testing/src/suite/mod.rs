@@ -1,7 +1,7 @@
 //! The contract of any [`Domain`], as checks from a device's point of view: by accesses.
 //!
 //! A [`Subject`] is a domain and a device behind it. [`run`] runs all [`checks`], each in granules
-//! where nothing is mapped, and returns their outcomes. It is for the tests of a domain.
+//! that it has emptied by an unmap, and returns their outcomes. It is for the tests of a domain.
 
 mod bench;
 mod cache;
@@ -54,7 +54,8 @@ pub fn pass<S: Subject>(subject: &mut S) -> Result<Vec<&'static str>, String> {
 /// Runs all checks.
 ///
 /// # Errors
-/// The domain has no [`MEMORY`] granules in a row that could be mapped, or cannot be emptied.
+/// The domain has no [`MEMORY`] granules in a row, from a multiple of that size on, that could be
+/// mapped, or they cannot be emptied.
 pub fn run<S: Subject>(subject: &mut S) -> Result<Vec<Outcome>, String> {
     let area = Area::of(&subject.domain().geometry()).ok_or("no room for the checks")?;
     let mut outcomes = Vec::new();

@@ -27,7 +27,7 @@ struct End {
     socket: PathBuf,
     /// Ours: whether it loops frames back, and whether there is a proxy if that is compared.
     way: Option<(bool, Option<bool>)>,
-    /// By what DPDK's is told what to do.
+    /// The console that controls DPDK's.
     console: Option<Console>,
 }
 

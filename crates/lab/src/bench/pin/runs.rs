@@ -8,7 +8,7 @@
 //! | `map` | what was mapped at once: side by side in I/O virtual addresses and in memory |
 //! | `buffer` | what one unmap removes and lies side by side: what a driver asked to be mapped at once |
 //! | `burst` | what lies side by side of all buffers mapped between two unmaps: what a driver that batches could hand over at once |
-//! | `burst memory` | the same, side by side in the memory that is mapped: what is pinned by whoever pins by guest-physical address |
+//! | `burst memory` | the same, side by side in the memory that is mapped: what is pinned where pins are by guest-physical address |
 //! | `in flight` | for each buffer, what it lies in when it has been mapped, together with all that is mapped then |
 //!
 //! In a burst pages are taken in order of their addresses, and one that comes twice counts once.

@@ -30,7 +30,7 @@ pub enum Event {
         iommu: u32,
         /// The first address.
         iova: u64,
-        /// How many pages the IOMMU was asked to remove.
+        /// How many pages were to be removed.
         asked: u64,
         /// How many it removed.
         removed: u64,
@@ -58,7 +58,7 @@ pub enum Event {
         /// Whether both went.
         both: bool,
     },
-    /// Holders of external pins were asked to release them (rule L62).
+    /// Holders of external pins were notified that they must release them (rule L62).
     Notified {
         /// The mapping.
         iova: u64,

@@ -30,8 +30,8 @@ struct Bench<'a, K> {
 /// The checks map memory of their own and unmap everything afterwards.
 ///
 /// # Errors
-/// The kernel's, if no check could begin: its info cannot be read, or memory cannot be mapped. EINVAL
-/// if it supports no page size, ENOSPC if no range is wide enough.
+/// The kernel's, if no check could begin: its info cannot be read, or memory cannot be mapped.
+/// EINVAL if it supports no page size, ENOSPC if no range is wide enough.
 pub fn type1<K: Type1Kernel>(kernel: &K) -> KernelResult<Vec<Outcome>> {
     let info = kernel.info()?;
     let page = 1_u64.checked_shl(info.page_sizes.trailing_zeros()).ok_or(Errno::INVAL)?;

@@ -39,8 +39,8 @@ enum Again {
     Packed { slot: u16, id: u16, descs: Vec<Desc>, table: Option<(u64, u32)> },
 }
 
-/// The base of a packed ring of which all is in flight, at the beginning of every second lap: used position 0
-/// with wrap 0, available position 0 with wrap 1.
+/// The base of a packed ring of which all is in flight, at the beginning of every second lap: used
+/// position 0 with wrap 0, available position 0 with wrap 1.
 const WHOLE_RING: u32 = 1 << 15;
 
 /// The entry of a chain that needs none: a split ring's entry is its head.
@@ -177,8 +177,8 @@ impl Recorded {
         }
     }
 
-    /// Records that the chain that was taken last was put back into the ring; only while no completed chain
-    /// is unpublished.
+    /// Records that the chain that was taken last was put back into the ring; only while no
+    /// completed chain is unpublished.
     pub(super) fn forget(&mut self, head: u16, entry: u16) {
         match &mut self.record {
             Some(Record::Split { inflight, used }) => {

@@ -105,9 +105,9 @@ impl<S: Serve> RequestQueue<S> {
         Ok(true)
     }
 
-    /// Ends requests that wait for translations: they fail. Or they stay on record, with those that wait for
-    /// the room that they have: another process of this front end does what is on record, unless the
-    /// guest moves.
+    /// Ends requests that wait for translations: they fail. Or they stay on record, with those that
+    /// wait for the room that they have: another process of this front end does what is on record,
+    /// unless the guest moves.
     fn end_parked(&mut self, bus: &Bus) -> Result<(), QueueError> {
         if self.recorded.is_some() && !self.log.is_on() {
             self.stalled.drain(..).for_each(|at| self.parked.add(at));

@@ -56,7 +56,7 @@ impl Type1 {
     ///
     /// # Errors
     /// EBUSY while an address is marked invalid (rule L59), EINVAL where nothing is mapped, EPERM
-    /// without READ.
+    /// without READ, EFAULT where the memory is pretended.
     pub fn rw_read(&self, iova: u64, into: &mut [u8]) -> KernelResult<()> {
         self.state.lock().kernel_pieces(iova, into.len(), false, |at, piece, _| {
             // SAFETY: as in `dma_read`.
@@ -64,7 +64,8 @@ impl Type1 {
         })
     }
 
-    /// An emulated device writes memory through the kernel (`vfio_dma_rw`), which marks it as dirty.
+    /// An emulated device writes memory through the kernel (`vfio_dma_rw`), which marks it as
+    /// dirty.
     ///
     /// # Errors
     /// As [`rw_read`](Self::rw_read); EPERM without READ and WRITE.

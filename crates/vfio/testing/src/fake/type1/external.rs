@@ -32,8 +32,9 @@ impl Type1 {
     ///
     /// # Errors
     /// EACCES in a v1 container; E2BIG for more than 512 pages; EBUSY while an address is marked
-    /// invalid; EINVAL for an unknown group, without an emulated group, and where nothing is
-    /// mapped; EPERM for more than the mapping allows; ENOMEM. Nothing is pinned then.
+    /// invalid; EINVAL for an unknown group, without an emulated group, for no pages, for an
+    /// address that is not a page's, and where nothing is mapped; EPERM for more than the mapping
+    /// allows; ENOMEM and EFAULT as MAP. Nothing is pinned then.
     pub fn pin_pages(
         &self,
         group: u32,
