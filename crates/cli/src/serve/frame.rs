@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use parking_lot::Mutex;
 use ringfence_devices::peer::Peer;
 use ringfence_run::{PeerFd, slice};
@@ -334,9 +334,13 @@ impl<S: Service> Frame<S> {
                 }
                 return Ok(());
             }
-            *current = Some(shutdown);
+            *current = Some(shutdown.clone());
         }
-        Ok(connection.serve()?)
+        connection.serve()?;
+        if shutdown.is_shut_down() && !self.stopping.load(Ordering::Acquire) {
+            bail!("this end has ended it");
+        }
+        Ok(())
     }
 
     fn end(&self) {

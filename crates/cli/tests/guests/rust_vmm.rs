@@ -1,13 +1,15 @@
 //! Devices of rust-vmm's behind `ringfence proxy`, in front of a stock guest.
 
 use std::{
+    fs,
     io::{BufRead, BufReader, Write},
     net::{TcpListener, TcpStream},
 };
 
 use crate::{
+    blk,
     isolated::proxy,
-    place::{LIMIT, Place},
+    place::{LIMIT, Place, Service},
     qemu::{Iommu, Qemu},
     rng,
     strangers::Stranger,
@@ -70,4 +72,59 @@ done
     let output = guest.end();
     assert_eq!(["byte1", "byte2", "byte3"].map(|name| output.word(name)), ["x", "y", "z"]);
     front.terminate();
+}
+
+/// QEMU connects to neither again: what was requested of them does not come, and nothing else waits for it.
+#[test]
+#[ignore = "long: cargo xtask test --all --only rust-vmm"]
+fn ends_that_are_killed_fail_alone() {
+    let place = Place::new();
+    let (image, shared) = (place.image("image", 16), place.path("shared"));
+    fs::create_dir(&shared).unwrap();
+    fs::write(shared.join("file"), "content").unwrap();
+    let [files, random] = ["fsd", "rng0"].map(|name| place.path(name));
+    let back = Stranger::virtiofsd(&shared, &files);
+    let _random = Stranger::of_rust_vmm("vhost-device-rng", &[], &random);
+    let disk = blk::service(&place, &image, 1);
+    let front = proxy(&place, "fs.p", &files);
+    let mut dies = proxy(&place, "rng.p", &random);
+    let script = r#"
+load virtio_blk
+modprobe virtio_rng
+mkdir -p /mnt
+mount -t virtiofs host /mnt
+[ "$(cat /mnt/file)" = content ]
+dd if=/dev/hwrng of=/dev/null bs=16 count=1
+say ready
+hear
+: > /tmp/late
+(ls -l /mnt/other; echo files >> /tmp/late) &
+(dd if=/dev/hwrng of=/tmp/random bs=64k count=1; echo random >> /tmp/late) &
+sleep 2
+dd if=/dev/zero of=/dev/vda bs=64k count=16 oflag=direct
+say disk written
+say late $(wc -l < /tmp/late)
+# Not poweroff: that syncs all file systems, and this one never replies.
+echo o > /proc/sysrq-trigger
+sleep 600
+"#;
+    let machine = Qemu::new(Iommu::None).newer().fs(&front.socket).rng(&dies.socket);
+    let mut guest = machine.blk(&disk.socket, 1, "").start(&place, script);
+    guest.hear("ready");
+    drop(back);
+    dies.kill();
+    front.reaches("ringfence_broken_connections_total", 1.0);
+    guest.say("go on");
+    let (status, output) = guest.dies();
+    assert!(status.success(), "{status}");
+    assert_eq!(output.word("disk"), "written");
+    assert_eq!(output.word("late"), "0");
+    // The next front end is served.
+    let back = Stranger::virtiofsd(&shared, &files);
+    let script =
+        "mkdir -p /mnt\nmount -t virtiofs host /mnt\nsay file $(cat /mnt/file)\numount /mnt";
+    let output = Qemu::new(Iommu::None).newer().fs(&front.socket).start(&place, script).end();
+    assert_eq!(output.word("file"), "content");
+    drop(back);
+    [front, disk].into_iter().for_each(Service::terminate);
 }
