@@ -37,7 +37,8 @@ pub enum Error {
         /// Bytes of address space that are taken, by them and by what its caches keep.
         live_bytes: u64,
     },
-    /// There can never be an I/O virtual address for it (the request and the reason are inside).
+    /// There can never be an I/O virtual address for it, or the allocator's flush of freed ones
+    /// failed (the request and the reason are inside).
     #[error(transparent)]
     NoIova(AllocError),
     /// It would have to be copied into a bounce slot, and the device has reached its quota of slot
@@ -59,7 +60,10 @@ pub enum Error {
     Bounce(u64),
     /// A buffer in pool memory was requested, and the device has no bounce pools, or is under
     /// policy `off`.
-    #[error("the device has no bounce pools: give it some (DeviceBuilder::pools)")]
+    #[error(
+        "the device has no bounce pools in use: give it some (DeviceBuilder::pools), and another \
+         policy than off"
+    )]
     NoPools,
     /// The buffer does not fill its granules, so that the device would reach what lies beside it;
     /// an untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
@@ -92,7 +96,7 @@ pub enum Error {
 pub enum ErrorKind {
     /// The buffer or the request is invalid, and will not become valid later.
     Invalid,
-    /// The address space is exhausted. An unmap will make room.
+    /// The address space is exhausted. An unmap will make room, or a flush if one has failed.
     AddressSpace,
     /// The domain is at its limit of mappings or of table memory. An unmap will make room.
     DomainFull,
@@ -144,7 +148,10 @@ impl Error {
     /// What it means for the caller.
     pub const fn kind(&self) -> ErrorKind {
         match self {
-            Error::Exhausted { .. } => ErrorKind::AddressSpace,
+            Error::Exhausted { .. }
+            | Error::NoIova(AllocError { reason: AllocReason::FlushFailed, .. }) => {
+                ErrorKind::AddressSpace
+            }
             Error::Domain(error) => ErrorKind::of(error),
             Error::BounceQuota { .. } | Error::Bounce(_) => ErrorKind::BounceFull,
             Error::Empty

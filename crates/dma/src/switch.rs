@@ -37,10 +37,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// See [`SwitchError`] for the policy in force then.
     pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
         let shared = self.shared();
-        // Skips the calibration for a change without effect.
-        let switches =
-            policy != shared.mode.get().policy && against(policy, shared.means).is_none();
-        if switches {
+        // Skips the calibration for a change without effect, or one that is refused.
+        let now = shared.mode.get().policy;
+        if now != policy && now != Policy::Off && against(policy, shared.means).is_none() {
             shared.prepare(policy);
         }
         let mut control = shared.control.lock();

@@ -144,8 +144,8 @@ impl Iotlb {
         self.domain.mappings()
     }
 
-    /// How many misses are in the pending list: the open ones, and others that were refused, or
-    /// whose accesses gave up, until their places are needed.
+    /// How many misses are open: sent, without an update or a refusal yet. Those whose accesses gave
+    /// up count too, as an update may still come, until their places in the list are needed.
     pub fn open_misses(&self) -> usize {
         self.misses.open()
     }
@@ -497,7 +497,7 @@ unsafe impl Domain for Iotlb {
     type Target = GuestPhys;
 
     ringfence_iommu::pass_on!(
-        domain: geometry, capabilities, sync_begin, sync_poll, sync_wait, iova_to_phys
+        domain: geometry, capabilities, sync_begin, sync_poll, sync_wait, iova_to_phys, mappings_from
     );
 
     fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {

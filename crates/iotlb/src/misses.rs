@@ -266,9 +266,11 @@ impl Misses {
         self.count.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// How many misses are in the list, those refused or given up included.
+    /// How many misses were sent and have got neither an update nor a refusal, those that no access
+    /// waits for any more included: an update may still come.
     pub(crate) fn open(&self) -> usize {
-        self.list.lock().pending.len()
+        let sent = |pending: &&Pending| matches!(pending.state, State::Sent { .. });
+        self.list.lock().pending.values().filter(sent).count()
     }
 
     /// Whether a missing translation was refused, to an access that has waited `since` there were

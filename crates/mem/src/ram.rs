@@ -122,10 +122,10 @@ impl GuestRam {
         assert!(align.is_power_of_two(), "an alignment is a power of two");
         let mut from = self.carved.load(Ordering::Relaxed);
         loop {
-            let left = (self.len() - from) as u64;
-            let full = || MemError::Full { len: len as u64, left };
-            let start = from.checked_next_multiple_of(align).ok_or_else(full)?;
-            let end = start.checked_add(len).filter(|&end| end <= self.len()).ok_or_else(full)?;
+            let start = from.checked_next_multiple_of(align).unwrap_or(usize::MAX);
+            let left = self.len().saturating_sub(start) as u64;
+            let end = start.checked_add(len).filter(|&end| end <= self.len());
+            let end = end.ok_or(MemError::Full { len: len as u64, left })?;
             match self.carved.compare_exchange_weak(from, end, Ordering::Relaxed, Ordering::Relaxed)
             {
                 Ok(_) => return Ok(start),
@@ -324,6 +324,8 @@ mod tests {
     fn carved_pieces_are_aligned_and_apart_until_the_memory_is_full() {
         let ram = GuestRam::new(2 * PAGE_SIZE, 0).unwrap();
         assert_eq!(ram.carve(10, 1).unwrap(), 0);
+        let full = ram.carve(2 * PAGE_SIZE - 10, 16);
+        assert!(matches!(full, Err(MemError::Full { left: 8176, .. })), "{full:?}");
         assert_eq!(ram.carve(10, 16).unwrap(), 16);
         assert_eq!(ram.carve(PAGE_SIZE, PAGE_SIZE).unwrap(), PAGE_SIZE);
         assert!(matches!(ram.carve(1, 1), Err(MemError::Full { left: 0, .. })));

@@ -82,11 +82,16 @@ where
     }
 
     /// Marks `len` bytes from guest-physical `addr` on as written, for writes through a [`Window`]:
-    /// up to the first byte outside of memory, and none of a range that wraps.
+    /// those that lie in memory, and none of a range that wraps.
     pub fn mark_range(&self, addr: u64, len: u64) {
-        let _ = self.walk(addr, len, Access::Write, |region, offset, len| {
-            self.mark_in(region, offset, len);
-        });
+        let last = len.checked_sub(1).and_then(|more| addr.checked_add(more));
+        let Some(last) = last else { return };
+        for region in &self.map.regions {
+            let (from, to) = (addr.max(region.first), last.min(region.last));
+            if from <= to {
+                self.mark_in(region, (from - region.first) as usize, (to - from) as usize + 1);
+            }
+        }
     }
 
     fn mark_in(&self, region: &Region, offset: usize, len: usize) {
@@ -273,5 +278,8 @@ mod tests {
         bus.mark_range(0x1fff, 1);
         bus.mark_range(0x10_0000, u64::MAX);
         assert_eq!(dirty(&memory), [0x1000, 0x2000, 0x3000, 0x10_1000]);
+        // What no region holds, before, between and after, is left out.
+        bus.mark_range(0, 0x10_0001);
+        assert_eq!(dirty(&memory), [0x1000, 0x2000, 0x3000, 0x10_0000, 0x10_1000]);
     }
 }

@@ -179,6 +179,8 @@ where
 pub struct VmmMemory<A: GuestAddressSpace> {
     space: A,
     bus: GuestBus<A::T>,
+    /// The last new map, if it cannot be used.
+    refused: Option<A::T>,
 }
 
 impl<A> VmmMemory<A>
@@ -187,7 +189,7 @@ where
 {
     fn new(space: A) -> Result<VmmMemory<A>, GuestMemoryError> {
         let bus = GuestBus::new(space.memory())?;
-        Ok(VmmMemory { space, bus })
+        Ok(VmmMemory { space, bus, refused: None })
     }
 }
 
@@ -212,13 +214,15 @@ where
     #[inline]
     fn refresh(&mut self) -> bool {
         let now = self.space.memory();
-        // The old map is held, so that no other can have its address.
-        if std::ptr::eq::<A::M>(&*now, &**self.bus.memory()) {
+        // The maps are held, so that no other can have their addresses.
+        let is_now = |map: &A::T| std::ptr::eq::<A::M>(&*now, &**map);
+        if is_now(self.bus.memory()) || self.refused.as_ref().is_some_and(is_now) {
             return false;
         }
-        match GuestBus::new(now) {
-            Ok(bus) => self.bus = bus,
+        match GuestBus::new(now.clone()) {
+            Ok(bus) => (self.bus, self.refused) = (bus, None),
             Err(error) => {
+                self.refused = Some(now);
                 tracing::error!(
                     source = %"iommu",
                     "the guest's new memory cannot be used: {error}"
@@ -231,5 +235,56 @@ where
 
     fn mark_ring(&self, addr: u64, len: usize) {
         self.bus.mark_range(addr, len as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use vm_memory::{
+        GuestAddress, GuestMemoryAtomic, GuestMemoryRegion, GuestMemoryRegionBytes,
+        GuestRegionCollection, MemoryRegionAddress, VolatileSlice,
+    };
+
+    use super::*;
+
+    /// A region without an address in this process; counts how often it was asked for one.
+    struct Nowhere(Arc<AtomicU32>);
+
+    impl GuestMemoryRegionBytes for Nowhere {}
+
+    impl GuestMemoryRegion for Nowhere {
+        type B = ();
+        fn len(&self) -> u64 {
+            0x1000
+        }
+        fn start_addr(&self) -> GuestAddress {
+            GuestAddress(0)
+        }
+        fn bitmap(&self) {}
+        fn get_slice(
+            &self,
+            _: MemoryRegionAddress,
+            _: usize,
+        ) -> Result<VolatileSlice<'_>, GuestMemoryError> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Err(GuestMemoryError::HostAddressNotAvailable)
+        }
+    }
+
+    #[test]
+    fn a_new_map_that_cannot_be_used_is_tried_once() {
+        let space = GuestMemoryAtomic::new(GuestRegionCollection::default());
+        let mut memory = VmmMemory::new(space.clone()).unwrap();
+        let asked = Arc::new(AtomicU32::new(0));
+        for tried in 1..3 {
+            let map = GuestRegionCollection::from_regions(vec![Nowhere(Arc::clone(&asked))]);
+            space.lock().unwrap().replace(map.unwrap());
+            assert!(!memory.refresh() && !memory.refresh());
+            assert_eq!(asked.load(Ordering::Relaxed), tried);
+        }
+        space.lock().unwrap().replace(GuestRegionCollection::default());
+        assert!(memory.refresh() && !memory.refresh());
     }
 }

@@ -64,11 +64,12 @@ impl Account {
     pub fn charge(&self, bytes: u64, exceed: bool) -> Result<(), LimitError> {
         let mut used = self.used.load(Relaxed);
         loop {
+            let most = self.limit();
             // A sum that wraps is above every limit.
             let sum = used.checked_add(bytes);
-            let fits = sum.is_some_and(|sum| exceed || sum <= self.limit.load(Relaxed));
+            let fits = sum.is_some_and(|sum| exceed || sum <= most);
             let (Some(sum), true) = (sum, fits) else {
-                if self.is_raised() {
+                if self.is_raised(most) {
                     continue;
                 }
                 return Err(self.refuse(used, bytes));
@@ -87,12 +88,13 @@ impl Account {
         debug_assert!(before >= bytes, "{bytes} of {before} bytes given back");
     }
 
-    /// Whether RLIMIT_MEMLOCK was raised.
+    /// Whether RLIMIT_MEMLOCK was raised above `from`, be it that another thread noticed it first.
     #[cold]
-    fn is_raised(&self) -> bool {
+    fn is_raised(&self, from: u64) -> bool {
         self.follows && {
             let now = limit();
-            self.limit.swap(now, Relaxed) < now
+            self.limit.store(now, Relaxed);
+            from < now
         }
     }
 
@@ -160,6 +162,13 @@ mod tests {
         for remedy in ["RLIMIT_MEMLOCK", "ulimit -l", "LimitMEMLOCK=", "--ulimit", "CAP_IPC_LOCK"] {
             assert!(error.contains(remedy), "{error}");
         }
+    }
+
+    // rule L53
+    #[test]
+    fn each_thread_that_saw_the_old_limit_notices_that_it_was_raised() {
+        let account = Account { limit: AtomicU64::new(0), ..Account::new("vm0") };
+        assert_eq!([(); 2].map(|()| account.is_raised(0)), [limit() > 0; 2]);
     }
 
     // rule L53

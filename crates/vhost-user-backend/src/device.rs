@@ -352,9 +352,12 @@ pub struct Requests<D: Device> {
 }
 
 impl<D: Device> Requests<D> {
-    /// A device as a vhost-user back end. `workers`, at least one, share its queues (queue n is
-    /// that of worker n modulo their number), as their unit number `unit`, which no other back end
-    /// has on these workers at the same time; `name` appears in messages.
+    /// A device as a vhost-user back end. `workers` share its queues (queue n is that of worker n
+    /// modulo their number), as their unit number `unit`, which no other back end has on these
+    /// workers at the same time; `name` appears in messages.
+    ///
+    /// # Panics
+    /// If there is no worker.
     pub fn backend(
         device: D,
         name: &str,

@@ -209,8 +209,12 @@ impl<R> Clone for Shares<R> {
 }
 
 impl<R: Unit> Shares<R> {
-    /// A share of each of these workers, of which there is at least one: their unit number `unit`.
+    /// A share of each of these workers: their unit number `unit`.
+    ///
+    /// # Panics
+    /// If there is no worker.
     pub fn new(workers: Arc<[Worker]>, unit: u32) -> Shares<R> {
+        assert!(!workers.is_empty(), "a device needs a worker");
         Shares { workers, unit, rings: PhantomData }
     }
 

@@ -398,3 +398,10 @@ fn what_the_device_still_has_of_a_front_end_that_has_gone_reaches_nothing() {
     assert_eq!(bytes, [0; 8]);
     request.complete();
 }
+
+#[test]
+#[should_panic(expected = "a device needs a worker")]
+fn a_device_without_a_worker_is_refused_when_it_is_made() {
+    let recorder = Recorder(Mutex::new(channel().0), Arc::default(), Mutex::new(channel().0));
+    Requests::backend(recorder, "test", Addresses::Physical, Arc::new([]), 0);
+}

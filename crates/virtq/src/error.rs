@@ -278,7 +278,7 @@ pub enum AddError {
     Empty,
     /// A chain may not be longer than the queue (virtio 2.7.5.3.1); one in an indirect table may
     /// have [`MAX_INDIRECT`](crate::layout::MAX_INDIRECT) descriptors if that is more.
-    #[error("a chain of {wanted} descriptors in a queue of {size}")]
+    #[error("a chain of {wanted} descriptors, of which it may have {size}")]
     TooMany {
         /// How many the chain has.
         wanted: usize,

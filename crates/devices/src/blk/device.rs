@@ -106,6 +106,9 @@ pub struct Blk {
 
 impl Blk {
     /// Makes the device a vhost-user back end, whose queues are spread over `workers` in turn.
+    ///
+    /// # Panics
+    /// If there is no worker.
     pub fn backend(options: BlkOptions, workers: Arc<[Worker]>) -> Backend<Blk> {
         let addresses = match (&options.endpoint, options.iotlb) {
             (Some(endpoint), _) => Addresses::Behind(Arc::clone(endpoint)),

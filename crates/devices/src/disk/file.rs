@@ -5,13 +5,17 @@ use std::{
     mem::ManuallyDrop,
     os::fd::{AsRawFd, BorrowedFd},
     sync::Arc,
+    thread,
     time::Duration,
 };
 
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Image, submitter::Pending};
+use super::{
+    Image,
+    submitter::{AGAIN, Pending},
+};
 
 /// What to do with the file. Offsets are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,24 +163,28 @@ impl FileIo {
     /// # Errors
     /// The ring is unusable.
     pub fn kick(&mut self) -> io::Result<()> {
-        if self.ring.submission().is_empty() {
-            return Ok(());
-        }
-        self.bytes = None;
-        if let Some(pending) = &self.pending {
-            pending.hand_over();
-            return Ok(());
-        }
-        loop {
-            let submitted = self.ring.submit();
-            let errno = submitted.as_ref().err().and_then(io::Error::raw_os_error);
-            // It is short of memory, or of something that completions give back.
-            self.refused = matches!(errno, Some(libc::EAGAIN | libc::EBUSY));
-            match submitted {
-                Err(error) if !self.refused && errno != Some(libc::EINTR) => return Err(error),
-                Err(_) if !self.refused => {}
-                _ => return Ok(()),
+        self.refused = false;
+        while !self.ring.submission().is_empty() && !self.refused {
+            if let Some(pending) = &self.pending {
+                self.bytes = None;
+                pending.hand_over();
+                return Ok(());
             }
+            self.enter(0)?;
+        }
+        Ok(())
+    }
+
+    /// Has the kernel take what is queued, and waits for so many completions, or for a signal.
+    fn enter(&mut self, completions: usize) -> io::Result<()> {
+        self.bytes = None;
+        let entered = self.ring.submit_and_wait(completions);
+        let errno = entered.as_ref().err().and_then(io::Error::raw_os_error);
+        // It is short of memory, or of something that completions give back.
+        self.refused = matches!(errno, Some(libc::EAGAIN | libc::EBUSY));
+        match entered {
+            Err(error) if !self.refused && errno != Some(libc::EINTR) => Err(error),
+            _ => Ok(()),
         }
     }
 
@@ -202,7 +210,8 @@ impl FileIo {
     }
 
     /// [Hands over](Self::kick) what is queued and sleeps until at least one request completes, or
-    /// for `limit`; a signal may end the sleep early. Does nothing if no request is under way.
+    /// for `limit`; a signal, or a kernel that is short of memory, may end the sleep early. Does
+    /// nothing if no request is under way.
     ///
     /// # Errors
     /// The ring is unusable.
@@ -212,11 +221,11 @@ impl FileIo {
         }
         let limit = limit.or_else(|| self.pending.as_ref().map(|_| Duration::MAX));
         let Some(limit) = limit else {
-            self.bytes = None;
-            return match self.ring.submit_and_wait(1) {
-                Err(error) if error.raw_os_error() != Some(libc::EINTR) => Err(error),
-                _ => Ok(()),
-            };
+            self.enter(1)?;
+            if self.refused {
+                thread::sleep(AGAIN);
+            }
+            return Ok(());
         };
         self.kick()?;
         if !self.ring.completion().is_empty() {
@@ -342,5 +351,46 @@ mod tests {
         let mut data = vec![1; 512];
         let piece = [iovec(&mut data)];
         assert!(run(&mut io, FileOp::Write(0), &piece).is_err());
+    }
+
+    /// The system calls of this thread that enter an io_uring fail with EAGAIN from now on.
+    fn refuse() {
+        let statement = |code, k, jf| libc::sock_filter { code, jt: 0, jf, k };
+        let mut program = [
+            statement((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, 0, 0),
+            statement((libc::BPF_JMP | libc::BPF_JEQ) as u16, libc::SYS_io_uring_enter as u32, 1),
+            statement(libc::BPF_RET as u16, libc::SECCOMP_RET_ERRNO | libc::EAGAIN as u32, 0),
+            statement(libc::BPF_RET as u16, libc::SECCOMP_RET_ALLOW, 0),
+        ];
+        let program = libc::sock_fprog { len: 4, filter: program.as_mut_ptr() };
+        // SAFETY: the arguments are numbers, and a program that outlives the call.
+        let done = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+                | libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program)
+        };
+        assert_eq!(done, 0, "{}", io::Error::last_os_error());
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_for_now_is_handed_over_later() {
+        let mut io = FileIo::new(Arc::new(Image::new(tempfile::tempfile().unwrap().into(), 0)), 4);
+        let io = io.as_mut().unwrap();
+        // SAFETY: it has no memory.
+        assert!(unsafe { io.submit(FileOp::Flush, &[], 7) });
+        thread::scope(|scope| {
+            let refused = scope.spawn(|| {
+                refuse();
+                io.kick().unwrap();
+                assert!(io.is_refused());
+                io.wait(None).expect("it is tried again");
+                assert!(io.is_refused());
+            });
+            refused.join().unwrap();
+        });
+        io.wait(None).unwrap();
+        assert!(!io.is_refused());
+        io.refused = true;
+        io.kick().unwrap();
+        assert!(!io.is_refused(), "nothing is queued");
     }
 }

@@ -141,9 +141,10 @@ fn is_locked(file: &File, byte: i64) -> io::Result<bool> {
 
 /// Locks an image, once its holders release it, if they do in time.
 pub(super) fn wait_for_lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
-    let deadline = Instant::now() + options.wait;
+    // None: there is no such time, however long the lock takes.
+    let deadline = Instant::now().checked_add(options.wait);
     while !take(file, options.read_only, options.reader)? {
-        if Instant::now() >= deadline {
+        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             return Err(ImageError::Locked);
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -233,6 +234,12 @@ mod tests {
         drop(opened(&image, true));
         assert_eq!(held(&image), [100, 101, 201, 203]);
         assert!(!take(&opened(&image, false), true, None).unwrap());
+    }
+
+    #[test]
+    fn a_wait_without_a_limit_takes_a_free_lock() {
+        let options = ImageOptions { wait: Duration::MAX, ..ImageOptions::default() };
+        wait_for_lock(&opened(&image(), true), options).unwrap();
     }
 
     #[test]

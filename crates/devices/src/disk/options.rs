@@ -20,7 +20,7 @@ pub enum ImageError {
     #[error("another process uses it (it is locked)")]
     Locked,
     /// The caller gave up before the disk had completed its requests, or before the lock was free.
-    #[error("the disk hangs")]
+    #[error("given up before the disk was done, or before the lock was free")]
     TimedOut,
     /// Data that must be on the disk before another process has the image was refused by it.
     #[error("what was written has not reached the disk")]

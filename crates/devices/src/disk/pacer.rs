@@ -27,11 +27,11 @@ impl Default for Pace {
 pub struct Pacer {
     pace: Pace,
     /// When the disk is free again, in 1/1024 ns so that 600,000 I/Os per second do not round.
-    free_at: u64,
+    free_at: u128,
 }
 
 /// Fractions of a nanosecond kept between requests.
-const FRACTION: u64 = 1024;
+const FRACTION: u128 = 1024;
 
 impl Pacer {
     /// A disk at rest.
@@ -41,13 +41,13 @@ impl Pacer {
 
     /// When, in ns, a request of `bytes` that is submitted at `now_ns` completes.
     pub fn schedule(&mut self, now_ns: u64, bytes: u64) -> u64 {
-        let second = u128::from(1_000_000_000 * FRACTION);
+        let second = 1_000_000_000 * FRACTION;
         let transfer = u128::from(bytes) * second / u128::from(self.pace.bytes_per_s.max(1));
         let slot = second / u128::from(self.pace.iops.max(1));
-        let service = u64::try_from(transfer.max(slot)).unwrap_or(u64::MAX);
-        let start = self.free_at.max(now_ns.saturating_mul(FRACTION));
-        self.free_at = start.saturating_add(service);
-        (self.free_at / FRACTION).saturating_add(self.pace.latency_ns)
+        let start = self.free_at.max(u128::from(now_ns) * FRACTION);
+        self.free_at = start.saturating_add(transfer.max(slot));
+        let done = u64::try_from(self.free_at / FRACTION).unwrap_or(u64::MAX);
+        done.saturating_add(self.pace.latency_ns)
     }
 }
 
@@ -75,6 +75,16 @@ mod tests {
         }
         // Rounding may lose less than a millionth.
         assert!(done.abs_diff(1_000_080_000) < 1_000, "{done}");
+    }
+
+    #[test]
+    fn the_pace_is_kept_however_long_the_clock_has_run() {
+        let now_ns = u64::MAX / 2;
+        let [first, second] = {
+            let mut pacer = Pacer::new(Pace::default());
+            [(); 2].map(|()| pacer.schedule(now_ns, 5 << 29))
+        };
+        assert_eq!([first, second].map(|done| done - now_ns), [1_000_080_000, 2_000_080_000]);
     }
 
     #[test]

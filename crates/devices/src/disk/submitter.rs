@@ -25,7 +25,7 @@ use ringfence_run::event;
 use rustix::io_uring::{IoringEnterFlags, io_uring_enter};
 
 /// How long what the kernel cannot take now is left alone.
-const AGAIN: Duration = Duration::from_millis(1);
+pub(super) const AGAIN: Duration = Duration::from_millis(1);
 
 /// The thread of one image, from outside. It ends when this is dropped, and is not waited for: the kernel may
 /// not let it go.

@@ -1,15 +1,8 @@
 //! Faults on their way to the event queue: counted, and logged at a limited rate.
 
-use std::{
-    collections::BTreeMap,
-    io,
-    os::fd::OwnedFd,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-};
+use std::{collections::BTreeMap, io, os::fd::OwnedFd, sync::Arc};
 
+use parking_lot::Mutex;
 use ringfence_iommu::{Fault, FaultReason, FaultSink, Prot};
 use ringfence_run::event;
 use ringfence_sync::clock::{Clock, MonotonicClock};
@@ -28,34 +21,33 @@ pub(super) struct Reported {
     pub(super) faults: Arc<FaultQueue>,
     /// Written when a fault was reported.
     pub(super) wake: OwnedFd,
-    endpoints: BTreeMap<u32, Account>,
+    endpoints: Mutex<BTreeMap<u32, Account>>,
 }
 
 #[derive(Default)]
 struct Account {
-    faults: AtomicU64,
+    faults: u64,
     /// When a fault was logged last, and how many there were then.
-    logged_ns: AtomicU64,
-    logged: AtomicU64,
+    logged_ns: u64,
+    logged: u64,
 }
 
 impl Reported {
-    /// From now on, those of these endpoints.
+    /// From now on, those of these endpoints, and of such as are added later.
     ///
     /// # Errors
     /// No descriptor is left.
     pub(super) fn of(endpoints: &Endpoints) -> io::Result<Arc<Reported>> {
         let known = endpoints.endpoints().into_iter().map(|id| (id, Account::default())).collect();
         let (faults, wake) = (FaultQueue::new(WAITING_FAULTS), event::new()?);
-        let reported = Arc::new(Reported { faults, wake, endpoints: known });
+        let reported = Arc::new(Reported { faults, wake, endpoints: Mutex::new(known) });
         endpoints.report_to(Arc::clone(&reported) as _);
         Ok(reported)
     }
 
-    /// How many faults each endpoint has had.
+    /// How many faults each endpoint has had; one that was added later is there from its first on.
     pub(super) fn by_endpoint(&self) -> Vec<(u32, u64)> {
-        let read = |account: &Account| account.faults.load(Ordering::Relaxed);
-        self.endpoints.iter().map(|(&id, account)| (id, read(account))).collect()
+        self.endpoints.lock().iter().map(|(&id, account)| (id, account.faults)).collect()
     }
 }
 
@@ -63,23 +55,9 @@ impl FaultSink for Reported {
     fn report(&self, fault: Fault) {
         self.faults.report(fault);
         event::signal(&self.wake);
-        if let Some(account) = self.endpoints.get(&fault.endpoint) {
-            account.note(fault, MonotonicClock.now_ns());
-        }
-    }
-}
-
-impl Account {
-    fn note(&self, fault: Fault, now_ns: u64) {
-        let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
-        let before = self.logged_ns.load(Ordering::Relaxed);
-        let due = before == 0 || now_ns.saturating_sub(before) >= LOG_EVERY_NS;
-        let order = Ordering::Relaxed;
-        let mine = || self.logged_ns.compare_exchange(before, now_ns.max(1), order, order).is_ok();
-        if !due || !mine() {
-            return;
-        }
-        let more = faults.saturating_sub(self.logged.swap(faults, Ordering::Relaxed) + 1);
+        let now_ns = MonotonicClock.now_ns();
+        let due = self.endpoints.lock().entry(fault.endpoint).or_default().note(now_ns);
+        let Some(more) = due else { return };
         let (endpoint, iova) = (fault.endpoint, fault.iova.0);
         let what = if fault.access.contains(Prot::WRITE) { "a write to" } else { "a read of" };
         let why = match fault.reason {
@@ -94,29 +72,41 @@ impl Account {
     }
 }
 
+impl Account {
+    /// Counts a fault; if it is to be logged, returns how many were not since the last that was.
+    fn note(&mut self, now_ns: u64) -> Option<u64> {
+        self.faults += 1;
+        if self.logged > 0 && now_ns.saturating_sub(self.logged_ns) < LOG_EVERY_NS {
+            return None;
+        }
+        self.logged_ns = now_ns;
+        Some(self.faults - std::mem::replace(&mut self.logged, self.faults) - 1)
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use ringfence_iommu::Iova;
+    use ringfence_iommu::{Geometry, Iova, PageSizes, Range, shootdown::Shootdown, table::Limits};
 
     use super::*;
 
     #[test]
     fn every_fault_is_counted_and_one_a_second_is_logged() {
-        let account = Account::default();
-        let fault = Fault {
-            reason: FaultReason::Mapping,
-            endpoint: 8,
-            iova: Iova(0x1000),
-            access: Prot::READ,
-        };
-        let logged = |at_ns| {
-            account.note(fault, at_ns);
-            account.logged.load(Ordering::Relaxed)
-        };
-        assert_eq!(logged(5), 1);
-        assert_eq!(logged(6), 1);
-        assert_eq!(logged(4 + LOG_EVERY_NS), 1);
-        assert_eq!(logged(5 + LOG_EVERY_NS), 4);
-        assert_eq!(account.faults.load(Ordering::Relaxed), 4);
+        let mut account = Account::default();
+        assert_eq!(account.note(5), Some(0));
+        assert_eq!(account.note(6), None);
+        assert_eq!(account.note(4 + LOG_EVERY_NS), None);
+        assert_eq!(account.note(5 + LOG_EVERY_NS), Some(2));
+        assert_eq!(account.faults, 4);
+    }
+
+    #[test]
+    fn the_faults_of_an_endpoint_that_was_added_later_are_counted() {
+        let geometry = Geometry::new(PageSizes::X86, Range::ALL);
+        let endpoints = Endpoints::new([], Shootdown::new(0), geometry, Limits::NONE);
+        let reported = Reported::of(&endpoints).unwrap();
+        let (reason, access) = (FaultReason::Mapping, Prot::READ);
+        reported.report(Fault { reason, endpoint: 8, iova: Iova(0x1000), access });
+        assert_eq!(reported.by_endpoint(), [(8, 1)]);
     }
 }

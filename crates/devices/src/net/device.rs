@@ -21,6 +21,9 @@ use super::{
 };
 use crate::iommu::IommuClient;
 
+/// The most pairs of queues whose rings vhost-user can start.
+const MOST_PAIRS: usize = 128;
+
 /// A network device as it is set up.
 #[derive(Clone)]
 pub struct NetOptions {
@@ -81,8 +84,20 @@ impl Net {
     /// A device with pairs of queues that are served by `workers`, in turn.
     ///
     /// # Errors
-    /// No descriptor is left, or a worker is gone.
+    /// There are more pairs than [may be](NetOptions::pairs), or than the tap has queues; no
+    /// descriptor is left, or a worker is gone.
+    ///
+    /// # Panics
+    /// If there is no worker.
     pub fn new(options: NetOptions, workers: Arc<[Worker]>) -> io::Result<Arc<Net>> {
+        let most = match &options.way {
+            Way::Tap(tap) => tap.queues().min(MOST_PAIRS),
+            _ => MOST_PAIRS,
+        };
+        if usize::from(options.pairs) > most {
+            let why = format!("{} pairs of queues, of which there may be {most}", options.pairs);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
         let unit = options.unit;
         let shares = Shares::new(workers, unit);
         for share in 0..shares.count() {
@@ -292,4 +307,21 @@ impl RawDevice for NetEnd {
 
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use ringfence_run::worker::Notify;
+
+    use super::*;
+
+    #[test]
+    fn more_pairs_than_can_be_started_are_refused() {
+        for pairs in [129, u16::MAX] {
+            let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
+            let options = NetOptions { pairs, ..NetOptions::new("test", Way::Loopback) };
+            let refused = Net::new(options, workers).map(drop).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::InvalidInput);
+        }
+    }
 }

@@ -127,6 +127,11 @@ impl Tap {
         &self.name
     }
 
+    /// How many queues it has.
+    pub(super) fn queues(&self) -> usize {
+        self.queues.len()
+    }
+
     /// What it leaves undone, and does for others.
     pub(super) fn offloads(&self) -> u64 {
         use feature::*;
@@ -278,7 +283,20 @@ fn check(result: libc::c_int) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use ringfence_run::worker::{Notify, Worker};
+
     use super::*;
+    use crate::net::{Net, NetOptions, Way};
+
+    #[test]
+    fn a_device_with_more_pairs_than_its_tap_has_queues_is_refused() {
+        let tap = Arc::new(Tap { name: "test".into(), queues: Vec::new(), uso: false });
+        let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
+        let refused = Net::new(NetOptions::new("test", Way::Tap(tap)), workers).map(drop);
+        assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    }
 
     #[test]
     fn a_name_that_no_interface_has_is_refused() {

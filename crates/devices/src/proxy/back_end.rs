@@ -134,7 +134,7 @@ impl BackEnd {
             link.set_backend_channel(theirs.as_fd())?;
         }
         let heard = Heard { hang_up, channel: speaks.then_some(channel) };
-        let pool_size = pool_size.next_multiple_of(PAGE_SIZE as u64);
+        let pool_size = pool_size.max(1).next_multiple_of(PAGE_SIZE as u64);
         let bytes = usize::from(rings.max(1)) * (RING_BYTES + pool_size as usize);
         let ram = GuestRam::new(bytes, FIRST)?;
         let (features, is_set_up) = (0, false);

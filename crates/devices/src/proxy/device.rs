@@ -32,6 +32,9 @@ impl Proxy {
     ///
     /// # Errors
     /// The back end is not there, or no proxy can stand before it.
+    ///
+    /// # Panics
+    /// If there is no worker.
     pub fn connect(
         options: ProxyOptions,
         connector: &Arc<Connector>,

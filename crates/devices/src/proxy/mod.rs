@@ -35,8 +35,8 @@ pub struct ProxyOptions {
     pub name: Arc<str>,
     /// The most rings that it offers.
     pub queues: u16,
-    /// The bytes of each queue's slots, rounded up to pages, not 0: memory that is used when
-    /// requests need it, and then kept. A larger request stops its queue.
+    /// The bytes of each queue's slots, rounded up to pages, of which there is at least one: memory
+    /// that is used when requests need it, and then kept. A larger request stops its queue.
     pub pool_size: u64,
     /// How much of what the back end writes is copied to the guest.
     pub copy_back: CopyBack,

@@ -326,6 +326,17 @@ fn what_a_back_end_completes_while_its_ring_is_disabled_is_completed_once() {
 }
 
 #[test]
+fn a_pool_of_no_bytes_is_one_page() {
+    let far = Far::new(F_INDIRECT);
+    let mut guest = Guest::with_pool(&far.path(), F_INDIRECT, 2, 0);
+    assert!(guest.submit_of(1));
+    guest.publish();
+    guest.wait(0, true);
+    guest.check();
+    assert_eq!(far.seen.bytes().len(), 3 * (RING_BYTES + 4096));
+}
+
+#[test]
 fn a_chain_that_no_pool_holds_stops_its_ring() {
     let far = Far::new(F_INDIRECT);
     let mut guest = Guest::with_pool(&far.path(), F_INDIRECT, 2, 24 << 10);

@@ -361,3 +361,11 @@ fn a_policy_that_is_switched_to_calibrates_then() {
     world.device.set_policy(Policy::Auto).unwrap();
     assert_eq!(world.copies(), None, "it begins anew");
 }
+
+#[test]
+fn a_change_from_off_is_refused_before_anything_is_measured() {
+    let world = World::new(Policy::Off, 1_000);
+    world.domain.forget_events();
+    world.device.set_policy(Policy::Auto).unwrap_err();
+    assert!(world.domain.events().is_empty());
+}

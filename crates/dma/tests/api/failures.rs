@@ -203,6 +203,10 @@ fn an_errors_kind_is_what_it_means_for_the_caller() {
         reason: AllocReason::ApertureTooSmall { first: 0x1000, last: 0xfff },
     });
     assert_eq!(error.kind(), ErrorKind::Invalid);
+    // A flush that failed is.
+    let (request, reason) = (Request::new(0x2000), AllocReason::FlushFailed);
+    let error = Error::NoIova(AllocError { request, reason });
+    assert_eq!(error.kind(), ErrorKind::AddressSpace);
     for (error, wanted) in [
         (DomainError::Gone("unplugged"), ErrorKind::Gone),
         (DomainError::NoMemory, ErrorKind::NoMemory),

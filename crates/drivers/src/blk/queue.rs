@@ -243,9 +243,8 @@ impl DriverQueue {
         if !self.ring.enable_notifications() {
             self.sleeps += 1;
             let mut fds = [PollFd::new(&self.call, PollFlags::IN)];
-            let timeout =
-                Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-            let woken = poll(&mut fds, Some(&timeout));
+            // One that no Timespec holds is none.
+            let woken = poll(&mut fds, Timespec::try_from(limit).ok().as_ref());
             if woken.is_ok_and(|n| n > 0) {
                 event::drain(&self.call);
             }
@@ -256,5 +255,26 @@ impl DriverQueue {
     /// Polls for a moment; false if the caller is to sleep.
     pub(super) fn look_again(&mut self) -> bool {
         self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use ringfence_mem::GuestRam;
+
+    use super::*;
+
+    #[test]
+    fn the_longest_wait_ends_with_an_interrupt() {
+        let layout = QueueLayout::new(2, 1);
+        let memory = GuestRam::new(4096, 0).unwrap().window(0, layout.bytes()).unwrap();
+        let call = Arc::new(event::new().unwrap());
+        let [kick, interrupt] = [(); 2].map(|()| Arc::clone(&call));
+        let mut queue =
+            DriverQueue::new(layout, &memory, 0, kick, interrupt, Notify::Sleep).unwrap();
+        event::signal(&call);
+        queue.wait(Duration::MAX);
+        let at_once = Some(&Timespec { tv_sec: 0, tv_nsec: 0 });
+        assert_eq!(poll(&mut [PollFd::new(&call, PollFlags::IN)], at_once), Ok(0), "it was taken");
     }
 }

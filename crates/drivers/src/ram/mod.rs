@@ -76,7 +76,8 @@ impl PagedBuffer {
         let mut offset = 0usize;
         let mut buffers = Vec::new();
         for len in lens {
-            let room = len.next_multiple_of(PAGE);
+            // What cannot be rounded up does not fit.
+            let room = len.checked_next_multiple_of(PAGE).unwrap_or(usize::MAX);
             match offset.checked_add(room) {
                 Some(end) if end <= view.len() && len > 0 => {
                     buffers.push(PagedBuffer { view: Arc::clone(&view), offset, len, room });

@@ -24,7 +24,8 @@ impl RamMemory {
     /// # Errors
     /// There are not so many left.
     pub fn carve(ram: &Arc<GuestRam>, len: usize) -> Result<RamMemory, MemError> {
-        let len = len.next_multiple_of(PAGE);
+        // What cannot be rounded up does not fit.
+        let len = len.checked_next_multiple_of(PAGE).unwrap_or(len);
         let first = ram.carve(len, PAGE)?;
         let mut free = Extents::default();
         free.add(first, len);
@@ -103,7 +104,7 @@ impl Extents {
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::PagedBuffer, *};
 
     const GPA: u64 = 0x10_3000;
     const PAGES: usize = 64;
@@ -113,6 +114,15 @@ mod tests {
         ram.carve(PAGE, PAGE).unwrap();
         let memory = RamMemory::carve(&ram, PAGES * PAGE - 1).unwrap();
         (ram, memory)
+    }
+
+    #[test]
+    fn a_length_that_cannot_be_rounded_up_does_not_fit() {
+        let (ram, _) = memory();
+        let refused = RamMemory::carve(&ram, usize::MAX);
+        assert!(matches!(refused, Err(MemError::Full { len: u64::MAX, .. })), "{refused:?}");
+        let view = ram.scattered(&[0, PAGE as u64]).unwrap();
+        assert_eq!(PagedBuffer::cut(view, [PAGE, usize::MAX]).len(), 1);
     }
 
     fn blocks(ram: &GuestRam) -> i64 {

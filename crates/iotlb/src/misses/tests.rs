@@ -142,7 +142,7 @@ fn a_refusal_holds_for_its_waiters_and_expires() {
     assert!(!state(&waits, 1));
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [miss(0x1000, Prot::WRITE)]);
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [], "once");
-    assert_eq!((waits.updates(), state(&waits, 20)), (1, true));
+    assert_eq!((waits.updates(), misses.open(), state(&waits, 20)), (1, 1, true));
     assert!(!misses.is_refused((Iova(0x1000), Prot::READ), None, &waits, 2));
     assert!(!state(&later, 20), "there may be a translation by now");
     assert!(!state(&waits, 21));
@@ -228,6 +228,7 @@ fn a_miss_that_could_not_be_sent_is_sent_by_the_next_lookup() {
     let sent = note(&misses, &[miss(0x1000, Prot::READ)], &first, 0);
     note(&misses, &sent, &second, 0);
     misses.unsent(&sent);
+    assert_eq!(misses.open(), 0);
     assert_eq!(note(&misses, &sent, &second, 1), sent, "not as sent again");
     misses.update(pages(1, 1), Prot::READ);
     assert_eq!((first.updates(), second.updates()), (1, 1));

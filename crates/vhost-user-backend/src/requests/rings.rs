@@ -46,8 +46,11 @@ fn next_avail<S: Serve>(queue: &RequestQueue<S>) -> Result<u32, HandlerError> {
 }
 
 impl<S: Serve> RequestRings<S> {
-    /// Rings that `workers`, at least one, share (ring n is that of worker n modulo their number),
-    /// as their unit number `unit`, counted in `figures`.
+    /// Rings that `workers` share (ring n is that of worker n modulo their number), as their unit
+    /// number `unit`, counted in `figures`.
+    ///
+    /// # Panics
+    /// If there is no worker.
     pub fn new(
         name: Arc<str>,
         workers: Arc<[Worker]>,

@@ -118,6 +118,22 @@ impl<B: Backing> Device<B> {
         changed
     }
 
+    /// As [`beyond_record`](Self::beyond_record), unless the device is in use.
+    pub(super) fn if_unused(
+        &self,
+        take_over: impl FnOnce() -> Result<(), RestoreError>,
+    ) -> Result<(), RestoreError> {
+        let mut kept = self.kept.get().map(Mutex::lock);
+        let restored = take_over();
+        if restored != Err(RestoreError::InUse)
+            && let Some(kept) = &mut kept
+        {
+            kept.journal.forget_completions();
+            kept.renew(self);
+        }
+        restored
+    }
+
     /// Takes over what was read from a journal, before endpoints or request queues work: its
     /// snapshot, as [`restore`](Self::restore) does, and then the requests after it, all of which
     /// must be completed with OK again. All or nothing.
@@ -126,7 +142,7 @@ impl<B: Backing> Device<B> {
     /// [`RestoreError::InUse`]: nothing has changed. After all others, see [`RestoreError`], the
     /// device is as after a [reset](Self::reset).
     pub fn recover(&self, recovered: &Recovered) -> Result<(), RestoreError> {
-        self.beyond_record(true, || {
+        self.if_unused(|| {
             let bypass = self.bypasses();
             self.take_over(&recovered.snapshot)?;
             self.carry_out_again(&recovered.requests).inspect_err(|_| {

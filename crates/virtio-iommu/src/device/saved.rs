@@ -58,7 +58,7 @@ impl<B: Backing> Device<B> {
     /// [`RestoreError::InUse`]: nothing has changed. After all others, see [`RestoreError`], the
     /// device is as after a [reset](Self::reset).
     pub fn restore(&self, bytes: &[u8]) -> core::result::Result<(), RestoreError> {
-        self.beyond_record(true, || self.take_over(bytes))
+        self.if_unused(|| self.take_over(bytes))
     }
 
     pub(super) fn take_over(&self, bytes: &[u8]) -> core::result::Result<(), RestoreError> {

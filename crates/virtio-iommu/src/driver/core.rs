@@ -89,6 +89,8 @@ pub struct Driver {
 /// The domain numbers: those never used and those given back.
 #[derive(Debug)]
 struct Numbers {
+    /// How many there are in all.
+    limit: u64,
     fresh: core::ops::RangeInclusive<u32>,
     returned: Vec<u32>,
 }
@@ -129,17 +131,18 @@ impl Driver {
         if buffers.window.len() < needed || buffers.addr.checked_add(needed as u64).is_none() {
             return Err(Error::NoMemory);
         }
-        let numbers = match features.contains(Features::DOMAIN_RANGE) {
+        let fresh = match features.contains(Features::DOMAIN_RANGE) {
             true => config.domain_range.0..=config.domain_range.1,
             false => 0..=u32::MAX,
         };
+        let limit = fresh.size_hint().0 as u64;
         let ring = Ring::new(queue, buffers.window, buffers.addr);
         Ok(Arc::new(Driver {
             transport,
             waiting: Waiting::new(ring, options.notify, options.timeout),
             config,
             features,
-            numbers: Mutex::new(Numbers { fresh: numbers, returned: Vec::new() }),
+            numbers: Mutex::new(Numbers { limit, fresh, returned: Vec::new() }),
             attached: Mutex::new(HashMap::new()),
             probing: Mutex::new(()),
             syncs: AtomicU64::new(0),
@@ -311,8 +314,7 @@ impl Driver {
     pub(super) fn open(&self, reports: &Arc<Reports>) -> Result<u32> {
         let mut numbers = self.numbers.lock();
         let Some(id) = numbers.returned.pop().or_else(|| numbers.fresh.next()) else {
-            let (first, last) = self.config.domain_range;
-            let limit = u64::from(last) - u64::from(first) + 1;
+            let limit = numbers.limit;
             return Err(Error::Full { what: "domains", used: limit, limit });
         };
         self.waiting.ring_of_any().register(id, Arc::clone(reports));

@@ -116,7 +116,7 @@ impl Burst {
     /// Chain `index`, in the order of the ring; `None` behind the last.
     #[inline]
     pub fn get(&self, index: usize) -> Option<Taken<'_>> {
-        self.chains.get(self.first + index).map(|part| self.taken(part))
+        self.chains.get(self.first.saturating_add(index)).map(|part| self.taken(part))
     }
 
     /// The chains' heads, in the order of the ring.
@@ -159,7 +159,7 @@ impl Burst {
 
     /// Removes chain `index`, and keeps those around it.
     pub fn remove(&mut self, index: usize) {
-        let index = self.first + index;
+        let index = self.first.saturating_add(index);
         if index < self.chains.len() {
             let Part { from, to, .. } = self.chains.remove(index);
             self.descs.drain(from as usize..to as usize);
@@ -169,7 +169,7 @@ impl Burst {
 
     /// Removes all but the first `count` chains.
     pub fn truncate(&mut self, count: usize) {
-        self.chains.truncate(self.first + count);
+        self.chains.truncate(self.first.saturating_add(count));
         self.descs.truncate(self.chains.last().map_or(0, |part| part.to as usize));
     }
 
@@ -235,6 +235,17 @@ mod tests {
             1 => (300..400usize).prop_map(Step::Truncate),
             1 => Just(Step::Clear),
         ]
+    }
+
+    #[test]
+    fn there_is_no_chain_at_the_last_of_all_numbers() {
+        let mut burst = Burst::new();
+        (0..3).for_each(|head| burst.push(head, 0, Desc::readable(0, 7)).unwrap());
+        burst.forget(1);
+        assert!(burst.get(usize::MAX).is_none());
+        burst.remove(usize::MAX);
+        burst.truncate(usize::MAX);
+        assert!(burst.heads().eq([1, 2]));
     }
 
     proptest! {

@@ -171,7 +171,8 @@ impl Format for Areas {
         // buffers, and what else it gave back with this.
         let state = self.ring.state(index, Ordering::Acquire);
         state.is_used(wrap).then(|| {
-            // Virtio 2.8.5: if the device wrote nothing, the field means nothing.
+            // Virtio 2.8.5: if the device wrote nothing, the field means nothing. QEMU's devices
+            // have the length there and never the flag, so one that fits is taken.
             let vague = !state.has(layout::DESC_F_WRITE);
             Back { index, name: state.id().into(), len: state.len(), vague }
         })

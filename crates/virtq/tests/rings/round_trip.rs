@@ -127,6 +127,9 @@ fn a_driver_is_refused_what_virtio_forbids_and_nothing_changes() {
     let [read, write] = [Desc::readable(DATA, 1), Desc::writable(DATA, 1)];
     assert_eq!(driver.add(&[], 0), Err(AddError::Empty));
     assert_eq!(driver.add(&[read; 5], 0), Err(AddError::TooMany { wanted: 5, size: 4 }));
+    let table = ram.window(DATA, 16, Access::ReadWrite).unwrap();
+    let too_many = driver.add_indirect(DATA, &table, &[read; 1025], 0).unwrap_err();
+    assert_eq!(too_many.to_string(), "a chain of 1025 descriptors, of which it may have 1024");
     assert_eq!(driver.add(&[write, read], 0), Err(AddError::Order { at: 1 }));
     let wraps = Desc::writable(u64::MAX, 2);
     assert_eq!(driver.add(&[read, wraps], 0), Err(AddError::Wraps { at: 1 }));

@@ -389,6 +389,20 @@ fn a_completion_that_became_another_is_the_other() {
 }
 
 #[test]
+fn a_restore_into_a_device_in_use_leaves_its_journal_as_it_is() {
+    let (file, fd) = SharedFile::create(0x1000).unwrap();
+    let mut bench = Bench::new();
+    let journal = || Journal::open(SharedFile::map(&fd, 0, 0x1000).unwrap()).unwrap().1;
+    bench.device.set_journal(Journal::new(file).unwrap(), |_| ()).unwrap();
+    assert_eq!(bench.attach(1, 1), Status::Ok);
+    let kept = bench.device.kept.get().unwrap();
+    kept.lock().record(&bench.device, 7, Completion::Status(Status::Ok), &[]);
+    assert_eq!(bench.device.recover(&journal()), Err(RestoreError::InUse));
+    assert_eq!(bench.device.restore(&journal().snapshot), Err(RestoreError::InUse));
+    assert_eq!(journal().into_completions().open, [(7, Completion::Status(Status::Ok))]);
+}
+
+#[test]
 fn a_journal_that_is_full_is_reported_once_and_invalidated() {
     let (file, fd) = SharedFile::create(0x1000).unwrap();
     let mut bench = Bench::new();
