@@ -97,18 +97,26 @@ impl Guest {
     /// Waits until the guest says a line that begins with `words`, after those looked at before;
     /// returns the line.
     pub(crate) fn hear(&mut self, words: &str) -> String {
+        let line = self.hear_within(words, LIMIT);
+        line.unwrap_or_else(|| panic!("it did not print {words:?} in {LIMIT:?}"))
+    }
+
+    /// The same; `None` if it does not say that within `limit`.
+    pub(crate) fn hear_within(&mut self, words: &str, limit: Duration) -> Option<String> {
         let begun = Instant::now();
         let mut output = self.heard.output.lock().unwrap();
         loop {
             while let Some(line) = output.lines.get(self.seen) {
                 self.seen += 1;
                 if line.starts_with(words) {
-                    return line.clone();
+                    return Some(line.clone());
                 }
                 assert!(!line.starts_with("done "), "it never printed {words:?}");
             }
             assert!(!output.over, "it ended and never printed {words:?}");
-            assert!(begun.elapsed() < LIMIT, "it did not print {words:?} in {LIMIT:?}");
+            if begun.elapsed() >= limit {
+                return None;
+            }
             output = self.heard.more.wait_timeout(output, Duration::from_secs(1)).unwrap().0;
         }
     }
@@ -135,7 +143,7 @@ impl Guest {
                 break status;
             }
             let is_late = begun.elapsed() >= LIMIT;
-            assert!(!is_late, "the machine does not go off; its threads:\n{}", threads(self.id()));
+            assert!(!is_late, "the machine does not go off; its threads:\n{}", self.threads());
             thread::sleep(Duration::from_millis(5));
         };
         assert!(status.success(), "the machine: {status}");
@@ -154,21 +162,20 @@ impl Guest {
         (self.child.wait().unwrap(), Transcript { lines: self.lines() })
     }
 
+    /// The state of the process's threads: names, states and times so far, and where in the kernel
+    /// they wait.
+    pub(crate) fn threads(&self) -> String {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.id()));
+        let read = |task: &std::fs::DirEntry, name: &str| {
+            std::fs::read_to_string(task.path().join(name)).unwrap_or_default()
+        };
+        let line = |task| format!("{} {}", read(&task, "stat").trim(), read(&task, "wchan"));
+        tasks.into_iter().flatten().flatten().map(line).collect::<Vec<_>>().join("\n")
+    }
+
     fn lines(&self) -> Vec<String> {
         self.heard.output().lines.clone()
     }
-}
-
-/// The state of a process's threads: names, states and times so far, and where in the kernel they
-/// wait.
-fn threads(process: u32) -> String {
-    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
-    let read = |task: &std::fs::DirEntry, name: &str| {
-        std::fs::read_to_string(task.path().join(name)).unwrap_or_default()
-    };
-    let lines =
-        tasks.map(|task| format!("{} {}", read(&task, "stat").trim(), read(&task, "wchan")));
-    lines.collect::<Vec<_>>().join("\n")
 }
 
 impl Drop for Guest {
