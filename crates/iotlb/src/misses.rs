@@ -273,6 +273,12 @@ impl Misses {
         self.list.lock().pending.values().filter(sent).count()
     }
 
+    /// How many places of the list are taken.
+    #[cfg(test)]
+    pub(crate) fn listed(&self) -> usize {
+        self.list.lock().pending.len()
+    }
+
     /// Whether a missing translation was refused, to an access that has waited `since` there were
     /// so many misses, or, with `None`, to `waiter` a moment ago.
     pub(crate) fn is_refused(

@@ -67,7 +67,7 @@ fn no_update_is_lost() {
         front_end.join().unwrap();
         assert!(there || waiter.updates() > 0, "it waits for what is there");
         assert!(world.there());
-        assert_eq!(world.misses.open(), 0);
+        assert_eq!(world.misses.listed(), 0);
     });
 }
 
