@@ -279,7 +279,7 @@ impl Unit for ProbeUnit {
             busy = true;
         }
         busy |= self.roam(now_ns);
-        // Whoever answers a miss may need this CPU.
+        // The thread that sends the update may need this CPU.
         self.looks_ns = self.waits().then_some(now_ns + LOOK_NS);
         busy
     }
@@ -292,11 +292,7 @@ impl Unit for ProbeUnit {
         let holds = self.holds.iter().map(|(held, _)| held.until_ns);
         let disks = self.disks.1.iter().flatten().filter_map(Slow::next_due);
         let rests = self.roaming.as_ref().map(|roaming| roaming.rest_until_ns);
-        holds
-            .chain(disks)
-            .chain(rests.filter(|_| self.looks_ns.is_none()))
-            .chain(self.looks_ns)
-            .min()
+        holds.chain(disks).chain(self.looks_ns.or(rests)).min()
     }
 
     fn arm(&mut self) -> bool {

@@ -107,15 +107,27 @@ impl<B: Backing> Device<B> {
     /// Does what a record cannot describe; a new snapshot is written afterwards. `over`: the ring
     /// is gone, too.
     pub(super) fn beyond_record<R>(&self, over: bool, change: impl FnOnce() -> R) -> R {
+        self.beyond_record_if(over, change, |_| true)
+    }
+
+    /// The same, unless nothing `has_changed` by what `change` returned.
+    fn beyond_record_if<R>(
+        &self,
+        over: bool,
+        change: impl FnOnce() -> R,
+        has_changed: impl FnOnce(&R) -> bool,
+    ) -> R {
         let Some(kept) = self.kept.get() else { return change() };
         // Before any lock of the device's, as a request queue takes it.
         let mut kept = kept.lock();
-        let changed = change();
-        if over {
-            kept.journal.forget_completions();
+        let result = change();
+        if has_changed(&result) {
+            if over {
+                kept.journal.forget_completions();
+            }
+            kept.renew(self);
         }
-        kept.renew(self);
-        changed
+        result
     }
 
     /// As [`beyond_record`](Self::beyond_record), unless the device is in use.
@@ -123,15 +135,7 @@ impl<B: Backing> Device<B> {
         &self,
         take_over: impl FnOnce() -> Result<(), RestoreError>,
     ) -> Result<(), RestoreError> {
-        let mut kept = self.kept.get().map(Mutex::lock);
-        let restored = take_over();
-        if restored != Err(RestoreError::InUse)
-            && let Some(kept) = &mut kept
-        {
-            kept.journal.forget_completions();
-            kept.renew(self);
-        }
-        restored
+        self.beyond_record_if(true, take_over, |done| *done != Err(RestoreError::InUse))
     }
 
     /// Takes over what was read from a journal, before endpoints or request queues work: its
