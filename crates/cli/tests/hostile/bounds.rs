@@ -21,7 +21,7 @@ const FIGURES: [&str; 2] = ["--metrics", "unix:figures"];
 /// A service with a kind of device, with metrics.
 fn service(device: Device) -> Service {
     let place = Place::new();
-    ["disk.img", "other.img"].iter().for_each(|name| _ = place.write(name, vec![0; 4 << 20]));
+    place.write("disk.img", vec![0; 4 << 20]);
     Service::with_more(place, device, "disk.img", &FIGURES)
 }
 
@@ -93,7 +93,6 @@ fn long_requests_are_completed_and_delay_no_other() {
     ] {
         let place = Place::new();
         File::create(place.path("long.img")).unwrap().set_len(128 << 20).unwrap();
-        place.write("other.img", vec![0; 4 << 20]);
         let mut service = Service::with_more(place, device, image, more);
         service.attack("long requests", |target| {
             let session = target.open(INDIRECT_DESC);

@@ -1,8 +1,7 @@
 //! Honest front ends and drivers: the service that they get is checked by its bytes.
 
 use std::{
-    fs::File,
-    os::{fd::AsFd as _, unix::fs::FileExt as _},
+    os::fd::AsFd as _,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -205,9 +204,8 @@ struct Shared {
     done: AtomicU64,
     /// How long each of its requests has taken since the last look, µs.
     took: Mutex<Vec<u64>>,
-    /// How late, since then, a thread of this process was that only sleeps and writes to a file beside
-    /// the disk's image, µs: the delay caused by the machine itself. (A journal that is committed
-    /// may hold up every write to its file system for seconds.)
+    /// How late, since then, a thread of this process was that only sleeps, µs: the delay caused by the
+    /// machine itself.
     late: AtomicU64,
 }
 
@@ -217,11 +215,10 @@ const LATE: Duration = Duration::from_millis(10);
 impl Neighbour {
     pub(crate) fn start(path: PathBuf, device: Device) -> Neighbour {
         let shared = Arc::new(Shared::default());
-        let beside = tempfile::tempfile_in(path.parent().unwrap()).unwrap();
         let own = Arc::clone(&shared);
         let working = Neighbour::spawn(move || Neighbour::work(&own, &path, device));
         let own = Arc::clone(&shared);
-        let beating = Neighbour::spawn(move || Neighbour::beat(&own, &beside));
+        let beating = Neighbour::spawn(move || Neighbour::beat(&own));
         Neighbour { shared, working: Some(working), beating: Some(beating) }
     }
 
@@ -230,12 +227,11 @@ impl Neighbour {
         std::thread::Builder::new().name(NEIGHBOUR.into()).spawn(job).unwrap()
     }
 
-    fn beat(shared: &Shared, beside: &File) {
+    fn beat(shared: &Shared) {
         const BEAT: Duration = Duration::from_millis(1);
         while !shared.over.load(Ordering::Relaxed) {
             let begun = Instant::now();
             std::thread::sleep(BEAT);
-            beside.write_all_at(&[0; SECTOR], 0).unwrap();
             let late = begun.elapsed().saturating_sub(BEAT);
             if late > LATE {
                 shared.late.fetch_add(late.as_micros() as u64, Ordering::Relaxed);

@@ -10,6 +10,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal};
+use tempfile::NamedTempFile;
 
 use crate::{
     common::{LIMIT, Place, Process, Running},
@@ -88,6 +89,9 @@ pub(crate) struct Service {
     neighbour: Option<Neighbour>,
     running: Running,
     place: Rc<Place>,
+    /// The image of the neighbour's disk. On a busy machine a flush of a real disk takes seconds, which
+    /// are none of the service's.
+    _memory: NamedTempFile,
     device: Device,
     /// The front end of `guard`'s IOMMU: without one there is no machine that its disks could
     /// serve.
@@ -105,9 +109,7 @@ impl Service {
     /// With a device at the socket `hostile`, with this image if it is a disk, and another at
     /// `other` unless it is alone.
     pub(crate) fn with(place: Place, device: Device, image: &str) -> Service {
-        for name in ["disk.img", "other.img"] {
-            place.write(name, vec![0; 4 << 20]);
-        }
+        place.write("disk.img", vec![0; 4 << 20]);
         Service::run(Rc::new(place), device, image, &[])
     }
 
@@ -123,11 +125,12 @@ impl Service {
 
     fn run(place: Rc<Place>, device: Device, image: &str, more: &[&str]) -> Service {
         let disk = format!("hostile={image},queues=2");
+        let memory = NamedTempFile::new_in("/dev/shm").unwrap();
+        memory.as_file().set_len(4 << 20).unwrap();
+        let other = format!("other={}", memory.path().display());
         let arguments: &[&str] = match device {
             Device::Disk => &["blk", "--socket", "hostile", "--image", image, "--queues", "2"],
-            Device::Guarded => {
-                &["guard", "--iommu", "iommu", "--blk", &disk, "--blk", "other=other.img"]
-            }
+            Device::Guarded => &["guard", "--iommu", "iommu", "--blk", &disk, "--blk", &other],
             Device::Net => &["net", "--socket", "hostile", "--peer", "other"],
         };
         // One worker for all, so that what holds it up holds up everything.
@@ -135,6 +138,7 @@ impl Service {
             place.start(&[arguments, &["--workers", "1", "--log", "warn"], more].concat());
         let mut service = Service {
             place,
+            _memory: memory,
             running,
             device,
             iommu: None,
