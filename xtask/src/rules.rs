@@ -80,6 +80,53 @@ pub(crate) fn tested() -> Result<BTreeMap<String, usize>> {
     Ok(tests.into_iter().map(|(id, places)| (id.to_string(), places.len())).collect())
 }
 
+/// Fails if a published crate's pages, which `cargo doc` has made, name a rule without a link to it.
+pub(crate) fn are_linked() -> Result<()> {
+    let root = crate::workspace::root();
+    let rules = parse(&fs::read_to_string(root.join("docs/rules.md"))?)?;
+    let mut gaps = Vec::new();
+    for package in crate::workspace::packages()?.iter().filter(|package| package.is_published()) {
+        let mut folders = vec![root.join("target/doc").join(package.name.replace('-', "_"))];
+        while let Some(folder) = folders.pop() {
+            let entries = fs::read_dir(&folder).with_context(|| format!("{}", folder.display()))?;
+            for path in entries.map(|entry| entry.map(|entry| entry.path())) {
+                let path = path?;
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|extension| extension == "html") {
+                    let html = fs::read_to_string(&path)?;
+                    let unlinked = unlinked(&html).filter(|id| rules.contains_key(id));
+                    gaps.extend(unlinked.map(|id| format!("{id} in {}", path.display())));
+                }
+            }
+        }
+    }
+    if !gaps.is_empty() {
+        bail!("rules that their items' pages do not link to: {}", gaps.join(", "));
+    }
+    Ok(())
+}
+
+/// What has the form of a rule's number in the text of `html`, and is not a link to that rule.
+fn unlinked(html: &str) -> impl Iterator<Item = Id> {
+    let (mut link, mut found) = ("", Vec::new());
+    for part in html.split('<') {
+        let (tag, text) = part.split_once('>').unwrap_or(("", part));
+        match tag.split_whitespace().next() {
+            Some("a") => link = tag,
+            Some("/a") => link = "",
+            _ => {}
+        }
+        let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
+        found.extend(
+            words
+                .filter_map(Id::parse)
+                .filter(|id| !link.contains(&format!("/docs/rules.md#{}\"", id.place()))),
+        );
+    }
+    found.into_iter()
+}
+
 /// A rule's letter and number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Id(char, u32);
@@ -95,9 +142,14 @@ impl Id {
         let letter = text.chars().next().filter(|c| matches!(c, 'L' | 'V' | 'D'))?;
         Some(Id(letter, text[1..].parse().ok()?))
     }
+
+    /// Its place in docs/rules.md.
+    fn place(self) -> String {
+        self.to_string().to_lowercase()
+    }
 }
 
-/// Reads the rows `| L1 | title | bound |` of the table.
+/// Reads the rows `| <a id="l1"></a>L1 | title | bound |` of the table.
 fn parse(text: &str) -> Result<BTreeMap<Id, (String, Bound)>> {
     let mut rules = BTreeMap::new();
     for (number, line) in text.lines().enumerate() {
@@ -105,8 +157,15 @@ fn parse(text: &str) -> Result<BTreeMap<Id, (String, Bound)>> {
             continue;
         };
         let cells: Vec<&str> = row.split(" | ").map(str::trim).collect();
-        let Some(id) = cells.first().and_then(|cell| Id::parse(cell)) else { continue };
+        // The place that the documentation of an item links to: `<a id="l1"></a>L1`.
+        let Some((place, name)) = cells.first().and_then(|cell| cell.split_once("</a>")) else {
+            continue;
+        };
+        let Some(id) = Id::parse(name) else { continue };
         let at = format!("docs/rules.md:{}", number + 1);
+        if place != format!("<a id=\"{}\">", id.place()) {
+            bail!("{at}: the place of {id} is not <a id=\"{}\"></a>", id.place());
+        }
         let [_, title, bound] = cells[..] else {
             bail!("{at}: a row has three cells: rule, title, bound");
         };
@@ -136,6 +195,13 @@ mod tests {
 
     #[test]
     fn a_table_with_a_missing_rule_is_refused() {
-        assert!(parse("| L1 | title | test |\n").is_err());
+        assert!(parse("| <a id=\"l1\"></a>L1 | title | test |\n").is_err());
+    }
+
+    #[test]
+    fn a_rule_without_a_link_of_its_own_is_found() {
+        let page = "<p>(rules <a href=\"https://x/docs/rules.md#l3\">L3</a>, L4 and \
+                    <a href=\"https://x/docs/rules.md#l5\">L6</a>; VL7, L8_x, <b id=\"L9\">L</b>)";
+        assert_eq!(unlinked(page).collect::<Vec<_>>(), [Id('L', 4), Id('L', 6)]);
     }
 }

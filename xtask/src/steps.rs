@@ -340,9 +340,11 @@ impl std::fmt::Display for NotRun {
 
 impl std::error::Error for NotRun {}
 
-/// The documentation of all crates builds without a warning, and its examples compile.
+/// The documentation of all crates builds without a warning and links each rule that it names, and
+/// its examples compile.
 fn documentation() -> Result<()> {
     cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
+    rules::are_linked()?;
     cargo(&["test", "--workspace", "--doc", "--quiet"], &[])
 }
 

@@ -3,7 +3,9 @@
 use ringfence_iommu::{Address, HostAddr, Prot};
 use ringfence_mem::{HostSlice, ReadSlice};
 
-/// The direction of the data (rule L43).
+/// The direction of the data (rule [L43]).
+///
+/// [L43]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l43
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// The device reads.
@@ -94,12 +96,16 @@ unsafe impl DmaBuffer<HostAddr> for Vec<u8> {
     }
 }
 
-/// A scatter list: several buffers, mapped at one contiguous IOVA range (rules L35, L44-L46).
+/// A scatter list: several buffers, mapped at one contiguous IOVA range (rules [L35], [L44]-[L46]).
 ///
-/// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules there is
-/// a segment for each buffer that does not join the one before in whole granules; there are never
-/// more segments than pieces, unless a piece, with its offset in its granule, is longer than a
-/// segment may be.
+/// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules there
+/// is a segment for each buffer that does not join the one before in whole granules; there are
+/// never more segments than pieces, unless a piece, with its offset in its granule, is longer than
+/// a segment may be.
+///
+/// [L35]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l35
+/// [L44]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l44
+/// [L46]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l46
 // SAFETY: each element is a buffer, and the list cannot change while a mapping owns it.
 unsafe impl<T: Address, B: DmaBuffer<T>> DmaBuffer<T> for Vec<B> {
     fn for_each_segment(&self, each: &mut dyn FnMut(T, u64)) {

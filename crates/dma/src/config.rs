@@ -19,8 +19,10 @@ pub struct DmaConfig {
     /// Whether the device is trusted; if not, it is strict whatever `policy` says. Default:
     /// trusted.
     pub trust: Trust,
-    /// Refuse to set the device up under another policy than `policy` (rule L28). Default: no, and
-    /// [`Device::fallback`](crate::Device::fallback) returns the reason.
+    /// Refuse to set the device up under another policy than `policy` (rule [L28]). Default: no,
+    /// and [`Device::fallback`](crate::Device::fallback) returns the reason.
+    ///
+    /// [L28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l28
     pub demand: bool,
     /// For debugging: identifies accesses to unmapped buffers. Default: off. It makes the device
     /// strict, makes each map and unmap more expensive, and holds back addresses.
@@ -28,9 +30,14 @@ pub struct DmaConfig {
     /// The highest address that the device can put on the bus. Default: no limit but the domain's.
     pub limit: Iova,
     /// A mask, 2^n-1, at least the domain's granule less one: no segment contains addresses that
-    /// differ above it (rule L44). Default: all ones, no boundary.
+    /// differ above it (rule [L44]). Default: all ones, no boundary.
+    ///
+    /// [L44]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l44
     pub segment_boundary: u64,
-    /// The largest segment, in bytes, at least the domain's granule (rule L44). Default: no limit.
+    /// The largest segment, in bytes, at least the domain's granule (rule [L44]). Default: no
+    /// limit.
+    ///
+    /// [L44]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l44
     pub max_segment: u64,
     /// The tuning of the flush queues of a lazy policy; for a strict one, the tuning for when it
     /// becomes lazy. `None`: as Linux tunes the policy's kind.

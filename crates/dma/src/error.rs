@@ -66,7 +66,11 @@ pub enum Error {
     )]
     NoPools,
     /// The buffer does not fill its granules, so that the device would reach what lies beside it;
-    /// an untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
+    /// an untrusted device must not (rules [L48], [L50]), and there are no bounce pools to copy it
+    /// to.
+    ///
+    /// [L48]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l48
+    /// [L50]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l50
     #[error(
         "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
          the device has no bounce pools: give it some (DeviceBuilder::pools)"
@@ -104,7 +108,9 @@ pub enum ErrorKind {
     NoMemory,
     /// There is no bounce slot. After an unmap there may be one.
     BounceFull,
-    /// The device replied with an error; this is its own status (rule L34).
+    /// The device replied with an error; this is its own status (rule [L34]).
+    ///
+    /// [L34]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l34
     Device {
         /// For a virtio-iommu, the status of its reply.
         status: u8,
@@ -316,7 +322,9 @@ pub enum SetupError {
     /// A reserved region of the domain could not be reserved in the allocator.
     #[error("cannot keep the domain's reserved regions free: {0}")]
     Reserve(#[from] ReserveError),
-    /// A policy is demanded that the device cannot have (rule L28).
+    /// A policy is demanded that the device cannot have (rule [L28]).
+    ///
+    /// [L28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l28
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The timer thread, which flushes or gives back idle bounce slots, could not be started.

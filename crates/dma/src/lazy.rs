@@ -303,10 +303,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().lazy.timer.due_ns()
     }
 
-    /// What the timer does when it expires: one flush, and every queue reaped (rule L23).
+    /// What the timer does when it expires: one flush, and every queue reaped (rule [L23]).
     ///
     /// # Errors
     /// As [`flush`](Self::flush); the timer is armed again.
+    ///
+    /// [L23]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l23
     pub fn expire(&self) -> Result<()> {
         let now_ns = self.shared().clock.now_ns();
         let late_ns = self.timer_due_at_ns().and_then(|due_ns| now_ns.checked_sub(due_ns));

@@ -28,7 +28,7 @@
 //!
 //! # Policies
 //!
-//! Under a lazy policy the IOVA is never given to another buffer before its flush (rule L19). The
+//! Under a lazy policy the IOVA is never given to another buffer before its flush (rule [L19]). The
 //! [`FlushTuning`] sets how large the window may be until then, in time and in bytes.
 //!
 //! Policy and tuning can change while the device is in use ([`Device::set_policy`],
@@ -52,9 +52,11 @@
 //!
 //! # When the device fails
 //!
-//! A [`MapError`] has the buffer and the device's own status; [`ErrorKind`] is what the caller can do
-//! about it. An [`UnmapError`] keeps the buffer, and its IOVA is quarantined: never reused, and
+//! A [`MapError`] has the buffer and the device's own status; [`ErrorKind`] is what the caller can
+//! do about it. An [`UnmapError`] keeps the buffer, and its IOVA is quarantined: never reused, and
 //! counted.
+//!
+//! [L19]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l19
 #![deny(unsafe_code)]
 
 mod auto;

@@ -94,8 +94,10 @@ impl<B> Mapping<B> {
     }
 
     /// The device's address of the first byte, which keeps the buffer's offset in its granule
-    /// (rule L43); for a copy, the beginning of its slot. Under policy `off`, the first byte's
+    /// (rule [L43]); for a copy, the beginning of its slot. Under policy `off`, the first byte's
     /// target address.
+    ///
+    /// [L43]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l43
     #[inline]
     pub fn iova(&self) -> Iova {
         self.placed.iova
@@ -133,11 +135,14 @@ impl<B> Mapping<B> {
     }
 
     /// Takes the buffer back from the device. Under a strict policy the device cannot reach it any
-    /// more when this returns (rule L17); under a lazy one it may for a while (rule L18).
+    /// more when this returns (rule [L17]); under a lazy one it may for a while (rule [L18]).
     ///
     /// # Errors
     /// The device did not acknowledge the invalidation and may still reach the buffer, which
     /// therefore is not handed back as safe.
+    ///
+    /// [L17]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l17
+    /// [L18]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l18
     #[track_caller]
     pub fn unmap(mut self) -> Result<B, UnmapError<B>> {
         self.take(false, false).map(|(buffer, ..)| buffer)

@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    /// Changes the policy of the device and all its clones, in use or not (rule L27).
+    /// Changes the policy of the device and all its clones, in use or not (rule [L27]).
     ///
     /// Unmaps that begin after this has returned follow the new policy, and if queues were replaced
     /// or removed, everything that was unmapped lazily before has been flushed and released. A
@@ -35,6 +35,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// A change from or to `off`; a policy that the device cannot have
     /// ([`refuses`](Self::refuses)); no memory or no thread for flush queues; a flush that failed.
     /// See [`SwitchError`] for the policy in force then.
+    ///
+    /// [L27]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l27
     pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
         let shared = self.shared();
         // Skips the calibration for a change without effect, or one that is refused.

@@ -2,14 +2,18 @@
 //!
 //! A device that anyone can plug in, or that another party implements, may try to reach memory that
 //! is not meant for it. The stale window of lazy invalidation would let it: so an untrusted device
-//! is never lazy and never unprotected, whatever was requested (rule L28). Devices are trusted
+//! is never lazy and never unprotected, whatever was requested (rule [L28]). Devices are trusted
 //! unless something marks them otherwise; *lazy* is never a default.
 //!
 //! There are two sources: a description ([`Trust::described`]) and sysfs ([`Trust::from_sysfs`]).
 //!
 //! A buffer of an untrusted device that does not fill its granules is copied into a bounce slot,
-//! whatever the policy, so that its neighbours stay out of reach (rule L48); without pools, or
-//! without a slot, it is not mapped at all (rule L50).
+//! whatever the policy, so that its neighbours stay out of reach (rule [L48]); without pools, or
+//! without a slot, it is not mapped at all (rule [L50]).
+//!
+//! [L28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l28
+//! [L48]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l48
+//! [L50]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l50
 
 use core::fmt;
 use std::{
@@ -27,7 +31,9 @@ pub enum Fallback {
     /// nothing to defer.
     #[error("the domain cannot defer its flushes, so lazy falls back to strict")]
     NoDeferredFlush,
-    /// The device is untrusted: it gets strict protection, whatever was requested (rule L28).
+    /// The device is untrusted: it gets strict protection, whatever was requested (rule [L28]).
+    ///
+    /// [L28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l28
     #[error("the device is untrusted ({why}), so it gets strict protection")]
     Untrusted {
         /// Why it is not trusted.
@@ -83,7 +89,9 @@ impl Trust {
         if trusted { Trust::Trusted } else { Trust::Untrusted { why: Distrust::Described } }
     }
 
-    /// Whether the device may work under `policy` (rule L28).
+    /// Whether the device may work under `policy` (rule [L28]).
+    ///
+    /// [L28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l28
     pub const fn allows(self, policy: Policy) -> bool {
         matches!(self, Trust::Trusted) || policy.is_strict()
     }
@@ -135,7 +143,9 @@ pub(crate) fn against(policy: Policy, means: Means) -> Option<Fallback> {
     }
 }
 
-/// A policy that was demanded but that the device cannot have (rule L28).
+/// A policy that was demanded but that the device cannot have (rule [L28]).
+///
+/// [L28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l28
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the policy {policy} is demanded but not possible: {because}")]
 pub struct Refused {

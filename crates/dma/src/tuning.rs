@@ -14,8 +14,10 @@ use crate::{Fallback, Policy, QueueKind};
 pub struct FlushTuning {
     /// One queue, or one for each CPU.
     pub kind: QueueKind,
-    /// Slots of each queue, which holds one entry less (rule L22). A thread that finds its queue
+    /// Slots of each queue, which holds one entry less (rule [L22]). A thread that finds its queue
     /// full flushes and waits for that.
+    ///
+    /// [L22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l22
     pub slots: usize,
     /// When a queue holds this many entries, the timer flushes at once, so that no thread finds it
     /// full. `None`: the timer waits for its interval, whatever the queues hold, as in Linux.

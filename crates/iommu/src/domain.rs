@@ -56,8 +56,11 @@ pub unsafe trait Domain: Send + Sync {
     ///
     /// # Errors
     /// The first mapping that is refused: unaligned, without permission, outside the aperture
-    /// ([`Geometry::check_map`]), overlapping, or the domain is full (rules L31, L36). Those before
-    /// it are made.
+    /// ([`Geometry::check_map`]), overlapping, or the domain is full (rules [L31], [L36]). Those
+    /// before it are made.
+    ///
+    /// [L31]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l31
+    /// [L36]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l36
     fn map_pages(&self, maps: &[Map<Self::Target>]) -> Result<(), Partial>;
 
     /// Removes every mapping in `ranges`, which may contain holes, in order, taking its locks once
@@ -155,7 +158,9 @@ pub unsafe trait Domain: Send + Sync {
     ///
     /// # Errors
     /// At least one of them failed, and those that failed are not mapped; the caller unmaps the
-    /// whole range to remove the others (rule L34).
+    /// whole range to remove the others (rule [L34]).
+    ///
+    /// [L34]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l34
     #[inline]
     fn iotlb_sync_map(&self, range: Range) -> Result<Synced> {
         self.sync(Work::Map(&[range]))

@@ -11,7 +11,10 @@ pub type Result<T, E = Error> = core::result::Result<T, E>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An address or a size is not a multiple of the granule (rules L31, V15).
+    /// An address or a size is not a multiple of the granule (rules [L31], [V15]).
+    ///
+    /// [L31]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l31
+    /// [V15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v15
     #[error("{range} is not aligned to the granule of {granule:#x} bytes")]
     Unaligned {
         /// The requested range.
@@ -19,7 +22,9 @@ pub enum Error {
         /// The smallest page of the domain.
         granule: u64,
     },
-    /// A mapping would allow neither reads nor writes (rule L31).
+    /// A mapping would allow neither reads nor writes (rule [L31]).
+    ///
+    /// [L31]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l31
     #[error("the mapping of {0} has neither read nor write permission")]
     NoPermission(Range),
     /// The target address plus the size passes 2^64.
@@ -41,7 +46,10 @@ pub enum Error {
         /// The region.
         reserved: Range,
     },
-    /// Something is mapped there already (rules L36, V16). Nothing was changed.
+    /// Something is mapped there already (rules [L36], [V16]). Nothing was changed.
+    ///
+    /// [L36]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l36
+    /// [V16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v16
     #[error("{range} overlaps a mapping at {at}")]
     Exists {
         /// The requested range.
@@ -49,7 +57,10 @@ pub enum Error {
         /// An address of the mapping in the way.
         at: Iova,
     },
-    /// The unmap would split a mapping (rules V22, L65). Nothing was removed.
+    /// The unmap would split a mapping (rules [V22], [L65]). Nothing was removed.
+    ///
+    /// [V22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v22
+    /// [L65]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l65
     #[error("{range} would split the mapping at {at}")]
     WouldSplit {
         /// The requested range.
@@ -57,7 +68,9 @@ pub enum Error {
         /// An address of the mapping that would be split.
         at: Iova,
     },
-    /// The domain's limit on table memory or on mappings is reached (rule L50, V section: NOMEM).
+    /// The domain's limit on table memory or on mappings is reached (rule [L50], V section: NOMEM).
+    ///
+    /// [L50]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l50
     #[error("the domain is full: {used} of {limit} {what}")]
     Full {
         /// What is limited: "table bytes" or "mappings".

@@ -67,8 +67,11 @@ impl<const N: usize> Ranges<N> {
 /// [`iotlb_sync`](crate::Domain::iotlb_sync).
 ///
 /// Linux's gather holds one range of one page size and syncs when the next does not join
-/// it (rule L39). This one holds several; when there are too many it widens one of them, so that it
-/// may over-invalidate but never under-invalidates (rule L42).
+/// it (rule [L39]). This one holds several; when there are too many it widens one of them, so that
+/// it may over-invalidate but never under-invalidates (rule [L42]).
+///
+/// [L39]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l39
+/// [L42]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l42
 #[derive(Debug, Default)]
 pub struct Gather {
     ranges: Ranges<RANGES>,
@@ -84,7 +87,9 @@ impl Gather {
     }
 
     /// An empty gather for a caller that queues the unmap and later flushes the whole domain, so
-    /// that it records no ranges (rule L26), only table pages.
+    /// that it records no ranges (rule [L26]), only table pages.
+    ///
+    /// [L26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l26
     #[inline]
     pub fn queued() -> Gather {
         Gather { queued: true, ..Gather::default() }
@@ -116,7 +121,10 @@ impl Gather {
         !self.ranges.widened
     }
 
-    /// Adds table pages that were unlinked: they are not reused before the invalidation (rule L40).
+    /// Adds table pages that were unlinked: they are not reused before the invalidation (rule
+    /// [L40]).
+    ///
+    /// [L40]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l40
     pub fn add_pages(&mut self, pages: PageList) {
         self.pages.append(pages);
     }

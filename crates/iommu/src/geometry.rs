@@ -7,8 +7,10 @@ use crate::{Address, Error, Iova, Map, Prot, Range, Result};
 
 /// The page sizes that a domain supports: a bitmap in which bit n stands for 2^n bytes.
 ///
-/// The lowest bit is the granule (rule L1): every address and every size that is mapped is a
+/// The lowest bit is the granule (rule [L1]): every address and every size that is mapped is a
 /// multiple of it.
+///
+/// [L1]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l1
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct PageSizes(u64);
 
@@ -39,7 +41,9 @@ impl PageSizes {
     }
 
     /// The largest page that divides both addresses and is no larger than `len`: one step of a
-    /// mapping (rule L32). `None` if not even the granule fits.
+    /// mapping (rule [L32]). `None` if not even the granule fits.
+    ///
+    /// [L32]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l32
     pub const fn largest(self, iova: u64, target: u64, len: u64) -> Option<u64> {
         let fits = if len == 0 { 0 } else { u64::MAX >> len.leading_zeros() };
         let addresses = iova | target;
@@ -104,8 +108,10 @@ impl Geometry {
     ///
     /// # Errors
     /// In this order: [`Unaligned`](Error::Unaligned), [`NoPermission`](Error::NoPermission) (rule
-    /// L31), [`TargetOverflow`](Error::TargetOverflow),
+    /// [L31]), [`TargetOverflow`](Error::TargetOverflow),
     /// [`OutsideAperture`](Error::OutsideAperture), [`Reserved`](Error::Reserved).
+    ///
+    /// [L31]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l31
     #[inline]
     pub fn check_map<T: Address>(&self, map: &Map<T>) -> Result<()> {
         let (range, target) = (map.range(), map.target().as_u64());

@@ -24,7 +24,7 @@ const AT_ONCE: usize = 64;
 ///
 /// Mapping and unmapping change a [`Table`], with which threads that have a [`Reader`] of the same
 /// [`Shootdown`] [`translate`](Self::translate), without locks. A walk fails at once after an
-/// unmap, queued or not; the syncs are for the caches of the readers (rule L18).
+/// unmap, queued or not; the syncs are for the caches of the readers (rule [L18]).
 ///
 /// The waiting calls, [`iotlb_sync`](Domain::iotlb_sync) and
 /// [`flush_iotlb_all`](Domain::flush_iotlb_all), must not be called by a thread that has a reader
@@ -36,7 +36,11 @@ const AT_ONCE: usize = 64;
 /// keep for ever, or give to another domain's sync. None of that frees a page: a dropped list
 /// returns to its table's deferred pages. Pages are freed only here: a sync drops the gather's
 /// list, takes *all* pages that this domain's table has deferred, starts a grace period, and frees
-/// them after it (rules L21, L40).
+/// them after it (rules [L21], [L40]).
+///
+/// [L18]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l18
+/// [L21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l21
+/// [L40]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l40
 pub struct SoftDomain<T> {
     geometry: Geometry,
     table: Table,
@@ -90,11 +94,13 @@ impl<T: Address> SoftDomain<T> {
     ///
     /// The translation is valid until the reader's next quiet point, or for as long as a
     /// [`Lease`](crate::shootdown::Lease) on it that was taken before then. It includes the
-    /// permissions: the caller compares them with the access it is about to make (rule V19).
+    /// permissions: the caller compares them with the access it is about to make (rule [V19]).
     ///
     /// # Panics
     /// If `reader` belongs to another [`Shootdown`] than this domain's, is offline, or has entered
     /// another scope: invalidations would not wait for its quiet points.
+    ///
+    /// [V19]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v19
     #[inline]
     pub fn translate(&self, reader: &Reader, iova: Iova) -> Option<Translation> {
         self.assert_reader(reader);

@@ -20,10 +20,14 @@ use crate::Iotlb;
 /// Where an endpoint's accesses go.
 #[derive(Clone, Default)]
 pub enum Binding {
-    /// Nowhere: every access faults (rule V6).
+    /// Nowhere: every access faults (rule [V6]).
+    ///
+    /// [V6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v6
     #[default]
     Blocked,
-    /// To guest-physical memory as they are (rule V5).
+    /// To guest-physical memory as they are (rule [V5]).
+    ///
+    /// [V5]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v5
     Bypass,
     /// Through the table of a domain.
     Domain(Arc<SoftDomain<GuestPhys>>),
@@ -103,7 +107,9 @@ impl Endpoint {
     }
 
     /// Changes the binding. The change has reached every view, and no in-flight I/O uses the old
-    /// binding, once [`Shootdown::is_over`] returns true for the token returned (rule V14).
+    /// binding, once [`Shootdown::is_over`] returns true for the token returned (rule [V14]).
+    ///
+    /// [V14]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v14
     // Ordering: the lock orders the binding, and the grace period has a view look at the count that has
     // not seen it change.
     pub fn bind(&self, to: Binding) -> u64 {

@@ -31,12 +31,16 @@ use crate::{
 /// How an [`Iotlb`] is made.
 #[derive(Clone, Copy, Debug)]
 pub struct IotlbConfig {
-    /// The most entries (rule D24). An access needs all of its own at once: one that covers more
+    /// The most entries (rule [D24]). An access needs all of its own at once: one that covers more
     /// pages waits until its time-out.
+    ///
+    /// [D24]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d24
     pub entries: u64,
     /// The most bytes of table memory.
     pub table_bytes: u64,
-    /// The most misses that are open at a time (rule D17).
+    /// The most misses that are open at a time (rule [D17]).
+    ///
+    /// [D17]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d17
     pub misses: usize,
     /// How long an access waits for its translation before it fails.
     pub timeout: Duration,
@@ -91,9 +95,12 @@ pub struct IotlbStats {
 ///
 /// It is fed in one of two ways. A front end resolves its misses: set a [`MissSink`], and call
 /// [`update`](Self::update) and [`invalidate`](Self::invalidate) with what arrives. When it is
-/// full, an entry picked at random is evicted, which only costs a miss later (rule D24). Or an
+/// full, an entry picked at random is evicted, which only costs a miss later (rule [D24]). Or an
 /// IOMMU in this process maps and unmaps through it as a [`Domain`]: then it holds every mapping, a
-/// missing address is a fault, and when it is full a map fails (rule D30).
+/// missing address is a fault, and when it is full a map fails (rule [D30]).
+///
+/// [D24]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d24
+/// [D30]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d30
 pub struct Iotlb {
     domain: Arc<SoftDomain<GuestPhys>>,
     config: IotlbConfig,
@@ -177,9 +184,11 @@ impl Iotlb {
     ///
     /// # Errors
     /// [`NoPermission`](Error::NoPermission) or [`TargetOverflow`](Error::TargetOverflow): nothing
-    /// was changed (rule D14). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) if even
+    /// was changed (rule [D14]). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) if even
     /// eviction makes no room, or views pass no quiet point for 0.1 s, which freed table memory
     /// waits for: what was there before may be gone.
+    ///
+    /// [D14]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d14
     pub fn update(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<u64> {
         if !prot.intersects(Prot::RW) {
             return Err(Error::NoPermission(range));
@@ -235,10 +244,12 @@ impl Iotlb {
 
     /// Removes every entry that overlaps `range`, as a whole, and begins to invalidate the range
     /// whether there were any or not: a view may hold what was evicted. Over when
-    /// [`Shootdown::is_over`] returns true for the token (rule D15).
+    /// [`Shootdown::is_over`] returns true for the token (rule [D15]).
     ///
     /// # Errors
     /// The table failed.
+    ///
+    /// [D15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d15
     pub fn invalidate(&self, range: Range) -> Result<u64> {
         let _writer = self.writer.lock();
         count(&self.stats.invalidations);
@@ -257,10 +268,12 @@ impl Iotlb {
     }
 
     /// Removes every entry whose target `keep` rejects; `keep` gets the first and the last address
-    /// that an entry leads to (rule D25). Returns a token, as [`invalidate`](Self::invalidate).
+    /// that an entry leads to (rule [D25]). Returns a token, as [`invalidate`](Self::invalidate).
     ///
     /// # Errors
     /// The table failed.
+    ///
+    /// [D25]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d25
     pub fn retain_targets(&self, keep: impl Fn(GuestPhys, GuestPhys) -> bool) -> Result<u64> {
         let writer = self.writer.lock();
         let mut gone = Vec::new();

@@ -9,9 +9,11 @@
 //!
 //! Readers never wait. The worker calls [`View::quiet`] between bursts of work; that replays the
 //! invalidations since the last call into the cache and announces that nothing older is in use. An
-//! invalidation is over when every view has done so (rule D15), which the
+//! invalidation is over when every view has done so (rule [D15]), which the
 //! [`Shootdown`](ringfence_iommu::shootdown::Shootdown) that all views of a process share reports.
 //! Asynchronous I/O that outlives a burst holds a lease on its range.
+//!
+//! [D15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d15
 
 mod cache;
 mod endpoint;

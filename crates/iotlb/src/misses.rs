@@ -11,7 +11,9 @@ use ringfence_sync::{
 /// The granularity at which misses are distinguished.
 pub(crate) const PAGE: u64 = 4096;
 
-/// A missing translation (rule D16).
+/// A missing translation (rule [D16]).
+///
+/// [D16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d16
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Miss {
     /// The address.
@@ -35,14 +37,18 @@ type Key = (u64, u32);
 
 /// Where misses go, such as a front end, which replies with updates.
 ///
-/// Called with no lock held (rule D20), by workers between two accesses and by the threads that
+/// Called with no lock held (rule [D20]), by workers between two accesses and by the threads that
 /// pass refusals to the IOTLB. It must not block.
+///
+/// [D20]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d20
 pub trait MissSink: Send + Sync {
     /// Sends misses; returns how many were sent, counted from the first. The rest is sent later.
     fn send(&self, misses: &[Miss]) -> usize;
 
-    /// A translation exists, but does not allow this access and will not (rule D16). Called once
+    /// A translation exists, but does not allow this access and will not (rule [D16]). Called once
     /// for each refusal, so at most once per miss; a failure that cannot be sent is lost.
+    ///
+    /// [D16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d16
     fn fail(&self, misses: &[Miss]) {
         let _ = misses;
     }

@@ -291,7 +291,9 @@ impl View {
     }
 
     /// Sets where written pages are marked from now on, by guest-physical address whatever the
-    /// IOMMU maps (rule D26); `None`: nowhere. See [`mark`](Translate::mark).
+    /// IOMMU maps (rule [D26]); `None`: nowhere. See [`mark`](Translate::mark).
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
         self.log = log;
     }

@@ -7,9 +7,13 @@ use crate::{AllocError, FreeError, Request, ReserveError, Stats};
 /// Hands out ranges of I/O virtual addresses, from many threads at once.
 ///
 /// Every implementation guarantees: ranges that are allocated at the same time overlap neither each
-/// other nor any reserved granule (rule L15); they start at a multiple of the granule (rule L1) and
-/// of the alignment, end at or below the limit and the aperture's end, cross no segment boundary,
-/// and never contain IOVA 0 (rule L2).
+/// other nor any reserved granule (rule [L15]); they start at a multiple of the granule (rule [L1])
+/// and of the alignment, end at or below the limit and the aperture's end, cross no segment
+/// boundary, and never contain IOVA 0 (rule [L2]).
+///
+/// [L15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l15
+/// [L1]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l1
+/// [L2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l2
 pub trait Allocator: Send + Sync {
     /// Allocates a range of at least `request.size` bytes and returns its first address.
     ///
@@ -27,12 +31,14 @@ pub trait Allocator: Send + Sync {
     fn free(&self, iova: u64, size: u64) -> Result<(), FreeError>;
 
     /// Reserves the addresses from `first` to `last` (both included, rounded outwards to granules):
-    /// they are never handed out. Reservations may overlap: they merge (rule L15). Addresses
+    /// they are never handed out. Reservations may overlap: they merge (rule [L15]). Addresses
     /// outside the aperture are never handed out anyway.
     ///
     /// # Errors
     /// The range is inverted, or part of it is allocated; or, in a lazy [`Bitmap`](crate::Bitmap),
     /// freed and not flushed.
+    ///
+    /// [L15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l15
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError>;
 
     /// Returns what [`free`](Self::free) would return, without freeing; of
@@ -42,7 +48,9 @@ pub trait Allocator: Send + Sync {
     /// As [`free`](Self::free).
     fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError>;
 
-    /// The granule, in bytes: every range starts and ends at a multiple of it (rule L1).
+    /// The granule, in bytes: every range starts and ends at a multiple of it (rule [L1]).
+    ///
+    /// [L1]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l1
     fn granule(&self) -> u64;
 
     /// Statistics so far. Counters of several threads are read one after the other.

@@ -34,10 +34,12 @@ pub enum ApertureError {
 }
 
 impl Aperture {
-    /// The whole granules from `first` to `last`, both included, except that of IOVA 0 (rule L2).
+    /// The whole granules from `first` to `last`, both included, except that of IOVA 0 (rule [L2]).
     ///
     /// # Errors
     /// The granule is not a power of two, or nothing is left.
+    ///
+    /// [L2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l2
     pub const fn new(first: u64, last: u64, granule: u64) -> Result<Aperture, ApertureError> {
         if !granule.is_power_of_two() {
             return Err(ApertureError::BadGranule { granule });

@@ -7,7 +7,7 @@ use crate::{AllocError, Allocator, Request, allocator::pass_on};
 /// The last 32-bit address.
 const LAST_32: u64 = 0xffff_ffff;
 
-/// Tries below 4 GiB first, for as long as that succeeds (rule L12).
+/// Tries below 4 GiB first, for as long as that succeeds (rule [L12]).
 ///
 /// Some devices and drivers handle addresses above 4 GiB badly, and short addresses cost less on
 /// the bus; so requests without such a limit are first tried below 4 GiB, without draining the
@@ -16,6 +16,8 @@ const LAST_32: u64 = 0xffff_ffff;
 ///
 /// This is the state of one device. Each device that shares a space has its own in front of it:
 /// `Preferred32<Arc<A>>`.
+///
+/// [L12]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l12
 #[derive(Debug)]
 pub struct Preferred32<A> {
     inner: A,

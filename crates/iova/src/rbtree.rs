@@ -16,19 +16,23 @@ use crate::{
 
 /// A red-black tree of the taken ranges, searched from the top down: Linux's `iova.c`.
 ///
-/// A search looks at the holes between taken ranges, from the limit downwards (rule L3), and takes
-/// the first that fits, at its upper end. It starts at a *cached node*: the range that was
+/// A search looks at the holes between taken ranges, from the limit downwards (rule [L3]), and
+/// takes the first that fits, at its upper end. It starts at a *cached node*: the range that was
 /// allocated last, or the one above the last that was freed; one such node for requests limited to
 /// 32 bits and one for the others. In the usual pattern (many allocations of the same few sizes)
 /// the first hole below it fits. If nothing below the cached node does, the part above is searched
-/// too, so that a failure means that there is no such hole (rule L14). The failed request is
+/// too, so that a failure means that there is no such hole (rule [L14]). The failed request is
 /// recorded, so that a request for as much or more that is limited to 32 bits fails at once until
-/// an address below 4 GiB is freed (rule L13).
+/// an address below 4 GiB is freed (rule [L13]).
 ///
 /// Its weakness, for which the other allocators exist: each free moves the cached node up, and the
 /// next search walks down again through all live ranges.
 ///
 /// One lock around the tree; about 64 bytes of memory per live range, nothing else.
+///
+/// [L3]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l3
+/// [L14]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l14
+/// [L13]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l13
 pub struct RbTree {
     aperture: Aperture,
     state: SpinLock<State>,

@@ -3,9 +3,11 @@
 /// The alignment of a range's first address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Align {
-    /// The size, rounded up to a power of two (rule L4). The DMA path needs this: the range can
+    /// The size, rounded up to a power of two (rule [L4]). The DMA path needs this: the range can
     /// then be mapped with the largest pages that its memory allows, and crosses no segment
     /// boundary with a spacing of at least its size.
+    ///
+    /// [L4]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l4
     #[default]
     Size,
     /// This many bytes, a power of two; less than the granule counts as the granule.
@@ -19,11 +21,15 @@ pub struct Request {
     pub size: u64,
     /// The alignment of the first address.
     pub align: Align,
-    /// The last address the range may contain: the device's mask (rule L2).
+    /// The last address the range may contain: the device's mask (rule [L2]).
+    ///
+    /// [L2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l2
     pub limit: u64,
     /// A mask 2^n-1: the range holds no two addresses that differ above it. All ones: no boundary.
     pub boundary: u64,
-    /// When nothing is free: take back what all CPUs have cached, and try once more (rule L11).
+    /// When nothing is free: take back what all CPUs have cached, and try once more (rule [L11]).
+    ///
+    /// [L11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l11
     pub flush: bool,
 }
 

@@ -29,11 +29,13 @@ const MAX_GRANULES: u64 = 1 << 26;
 /// Rings that run in lock-step, at the same offset in equally aligned chunks, use the same set of
 /// an IOTLB at the same time and evict each other: [`with_lead`](Self::with_lead) avoids that.
 ///
-/// The chunk stays allocated below as long as the ring lives (rule L9), and is given back when the
-/// ring is dropped. If a buffer in it is still allocated then, or part of it is reserved, it is
+/// The chunk stays allocated below as long as the ring lives (rule [L9]), and is given back when
+/// the ring is dropped. If a buffer in it is still allocated then, or part of it is reserved, it is
 /// never given back: addresses that a device may still reach must not be reused.
 ///
 /// Every free of a range within the chunk is checked; the allocator below checks others.
+///
+/// [L9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l9
 pub struct Ring<A: Allocator> {
     inner: A,
     /// Free and taken granules of the chunk without its lead; the window covers exactly that.

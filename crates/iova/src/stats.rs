@@ -24,9 +24,13 @@ pub struct Stats {
     pub searches: u64,
     /// Holes (tree) or candidate places (bitmap) that they examined.
     pub search_steps: u64,
-    /// Requests refused without a search, because a weaker one had just failed (rule L13).
+    /// Requests refused without a search, because a weaker one had just failed (rule [L13]).
+    ///
+    /// [L13]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l13
     pub skipped_searches: u64,
-    /// Laps of the bitmap: each made exactly one flush in lazy mode (rule L16).
+    /// Laps of the bitmap: each made exactly one flush in lazy mode (rule [L16]).
+    ///
+    /// [L16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l16
     pub laps: u64,
     /// Requests met from magazines, or from a CPU's slabs.
     pub cache_hits: u64,
@@ -34,6 +38,8 @@ pub struct Stats {
     pub cached_ranges: u64,
     /// Full magazines in the depot, or slabs that are all free, now.
     pub depot_magazines: u64,
-    /// Times that every cache was drained because a request found nothing (rule L11).
+    /// Times that every cache was drained because a request found nothing (rule [L11]).
+    ///
+    /// [L11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l11
     pub drains: u64,
 }

@@ -169,10 +169,12 @@ pub trait Translate {
         write_pieces(self, addr, data)
     }
 
-    /// Marks bytes in the dirty log, if writes are logged (rule D26): a piece that
+    /// Marks bytes in the dirty log, if writes are logged (rule [D26]): a piece that
     /// [`slices`](Self::slices) gave for a write, or a part of it. Code that writes otherwise than
     /// by [`write`](Self::write) calls this once the bytes are there and before the driver is
     /// notified.
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     #[inline]
     fn mark(&self, piece: HostSlice<'_>) {
         let _ = piece;

@@ -4,11 +4,13 @@ use ringfence_sync::atomic::{AtomicU64, Ordering};
 
 use crate::{HostSlice, Memory, SharedFile};
 
-/// A dirty log (rule D26): one bit for each page of 4096 bytes of guest-physical memory, set
+/// A dirty log (rule [D26]): one bit for each page of 4096 bytes of guest-physical memory, set
 /// atomically, whatever addresses the device used.
 ///
 /// A page is marked after its bytes were written: the other end clears a bit and then copies the
 /// page, so that a mark that came first could be cleared before the bytes are there.
+///
+/// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
 #[derive(Debug)]
 pub struct DirtyLog {
     file: SharedFile,

@@ -20,7 +20,9 @@ fn bit(region: usize) -> u64 {
 pub type Physical = Direct<false>;
 
 /// Reaches memory by address of the front end's process: SET_VRING_ADDR carries such addresses
-/// where no IOMMU is negotiated (rule D2). See [`Direct`].
+/// where no IOMMU is negotiated (rule [D2]). See [`Direct`].
+///
+/// [D2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d2
 pub type UserAddresses = Direct<true>;
 
 /// Reaches memory by guest-physical address, or, with `USER`, by address of the front end's
@@ -58,8 +60,10 @@ impl<const USER: bool> Direct<USER> {
         *self = Direct { log: self.log.take(), ..Direct::new(memory) };
     }
 
-    /// Sets the log in which written pages are marked (rule D26); `None`: nowhere. See
+    /// Sets the log in which written pages are marked (rule [D26]); `None`: nowhere. See
     /// [`mark`](Translate::mark).
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
         self.log = log;
     }

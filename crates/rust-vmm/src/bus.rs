@@ -264,7 +264,9 @@ mod tests {
         assert_eq!(&bytes, b"last");
     }
 
-    /// rule D26
+    /// rule [D26]
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     #[test]
     fn what_is_written_is_marked_and_nothing_else() {
         let memory = memory();

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::memlock::{ignores_memlock, limit};
 
-/// What an owner of pinned memory has pinned, in bytes, and its limit (rules L53, L54).
+/// What an owner of pinned memory has pinned, in bytes, and its limit (rules [L53], [L54]).
 ///
 /// One for each owner, shared by its pinners. Memory is charged before it is pinned, and the sum
 /// never exceeds the limit, not even for a moment while other threads charge.
@@ -13,6 +13,9 @@ use crate::memlock::{ignores_memlock, limit};
 /// the process; io_uring, unless CAP_IPC_LOCK was held when the ring was made, charges the *user*,
 /// all processes together, and a whole huge page as soon as one page of it is pinned. So a charge
 /// that succeeds here can fail there. This account says how much each owner has pinned.
+///
+/// [L53]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l53
+/// [L54]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l54
 #[derive(Debug)]
 pub struct Account {
     owner: String,
@@ -56,10 +59,12 @@ impl Account {
     }
 
     /// Charges `bytes`. With `exceed` the limit does not bind: pass the result of
-    /// [`may_exceed`](Self::may_exceed) from the time at which the rule decides it (rule L53).
+    /// [`may_exceed`](Self::may_exceed) from the time at which the rule decides it (rule [L53]).
     ///
     /// # Errors
     /// The sum would exceed the limit, or 64 bits; nothing is charged then.
+    ///
+    /// [L53]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l53
     #[inline]
     pub fn charge(&self, bytes: u64, exceed: bool) -> Result<(), LimitError> {
         let mut used = self.used.load(Relaxed);

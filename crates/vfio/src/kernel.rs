@@ -42,7 +42,9 @@ bitflags! {
         const READ = 1;
         /// The device may write.
         const WRITE = 2;
-        /// The mapping exists and gets another process address (rule L60).
+        /// The mapping exists and gets another process address (rule [L60]).
+        ///
+        /// [L60]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l60
         const VADDR = 4;
         /// Bits that have no meaning: a kernel refuses them.
         const _ = !0;
@@ -51,11 +53,17 @@ bitflags! {
     /// How to unmap (`VFIO_DMA_UNMAP_FLAG_*`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct UnmapFlags: u32 {
-        /// Return which pages were written to (rule L63).
+        /// Return which pages were written to (rule [L63]).
+        ///
+        /// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
         const GET_DIRTY = 1;
-        /// Everything (rule L56).
+        /// Everything (rule [L56]).
+        ///
+        /// [L56]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l56
         const ALL = 2;
-        /// Only mark the process address as invalid (rule L59).
+        /// Only mark the process address as invalid (rule [L59]).
+        ///
+        /// [L59]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l59
         const VADDR = 4;
         /// Bits that have no meaning: a kernel refuses them.
         const _ = !0;
@@ -104,7 +112,10 @@ pub enum Extension {
     UpdateVaddr,
 }
 
-/// A type1v2 container with a group in it (rules L51-L63).
+/// A type1v2 container with a group in it (rules [L51]-[L63]).
+///
+/// [L51]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l51
+/// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
 pub trait Type1Kernel: Send + Sync {
     /// What it supports, and how many mappings are left.
     ///
@@ -122,14 +133,23 @@ pub trait Type1Kernel: Send + Sync {
     /// and, if `flags` say so, write it behind the compiler's back.
     ///
     /// # Errors
-    /// The kernel's (rules L51, L53, L60, L61).
+    /// The kernel's (rules [L51], [L53], [L60], [L61]).
+    ///
+    /// [L51]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l51
+    /// [L53]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l53
+    /// [L60]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l60
+    /// [L61]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l61
     unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()>;
 
     /// Unmaps `size` bytes at `iova` (both 0 with [`UnmapFlags::ALL`]); returns how many bytes were
-    /// mapped (rules L55-L57, L59). `dirty` goes with [`UnmapFlags::GET_DIRTY`].
+    /// mapped (rules [L55]-[L57], [L59]). `dirty` goes with [`UnmapFlags::GET_DIRTY`].
     ///
     /// # Errors
     /// The kernel's.
+    ///
+    /// [L55]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l55
+    /// [L57]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l57
+    /// [L59]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l59
     fn unmap(
         &self,
         flags: UnmapFlags,
@@ -138,16 +158,20 @@ pub trait Type1Kernel: Send + Sync {
         dirty: Option<Bitmap<'_>>,
     ) -> KernelResult<u64>;
 
-    /// Starts or stops tracking dirty pages; a repeated call is fine (rule L63).
+    /// Starts or stops tracking dirty pages; a repeated call is fine (rule [L63]).
     ///
     /// # Errors
     /// The kernel's.
+    ///
+    /// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
     fn track_dirty(&self, on: bool) -> KernelResult<()>;
 
-    /// Reads the dirty bits of a range, and clears them in the kernel (rule L63).
+    /// Reads the dirty bits of a range, and clears them in the kernel (rule [L63]).
     ///
     /// # Errors
     /// The kernel's.
+    ///
+    /// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
     fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()>;
 
     /// The regions that must not be mapped for its devices, as far as they are known by name: the

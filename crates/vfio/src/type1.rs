@@ -80,17 +80,21 @@ impl<K: Type1Kernel> Type1<K> {
         Ok(())
     }
 
-    /// How many more mappings the kernel would make (rule L51); `None` if it does not say.
+    /// How many more mappings the kernel would make (rule [L51]); `None` if it does not say.
+    ///
+    /// [L51]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l51
     pub fn available(&self) -> Option<u64> {
         self.kernel().info().ok()?.available.map(u64::from)
     }
 
-    /// Unmaps everything, at one go if the kernel can (rule L56): then concurrent calls to map or
+    /// Unmaps everything, at one go if the kernel can (rule [L56]): then concurrent calls to map or
     /// unmap fail. Returns how many bytes were mapped.
     ///
     /// # Errors
     /// [`Error::Unsupported`] during a [`VaddrUpdate`](crate::VaddrUpdate). Otherwise the kernel's;
     /// mappings that remain are still known here.
+    ///
+    /// [L56]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l56
     pub fn unmap_all(&self) -> Result<u128> {
         match self.kernel().has(Extension::UnmapAll) {
             true => self.space.unmap_all(|| self.kernel().unmap(UnmapFlags::ALL, 0, 0, None)),
@@ -98,10 +102,12 @@ impl<K: Type1Kernel> Type1<K> {
         }
     }
 
-    /// Starts to track which pages devices write to (rule L63); calling it twice is fine.
+    /// Starts to track which pages devices write to (rule [L63]); calling it twice is fine.
     ///
     /// # Errors
     /// [`Error::Unsupported`], or the kernel's.
+    ///
+    /// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
     pub fn start_dirty(&self) -> Result<()> {
         self.track(true)
     }
@@ -129,10 +135,12 @@ impl<K: Type1Kernel> Type1<K> {
     }
 
     /// Unmaps `range`, and marks in `map` the pages that devices had written in it and that were
-    /// not reported before (rule L63); returns how many bytes were mapped.
+    /// not reported before (rule [L63]); returns how many bytes were mapped.
     ///
     /// # Errors
     /// As [`unmap_pages`](ringfence_iommu::Domain::unmap_pages); what was removed before is marked.
+    ///
+    /// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
     pub fn unmap_dirty(&self, range: Range, map: &mut DirtyMap) -> Result<u128> {
         let page = self.page()?;
         self.space.unmap_with(range, &mut |piece| {

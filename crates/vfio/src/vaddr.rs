@@ -30,12 +30,16 @@ const WHY: &str = "process addresses are being updated";
 
 impl<K: Type1Kernel> Type1<K> {
     /// Begins to change the process addresses of all mappings, as when the memory behind them has
-    /// moved (rules L59, L60). DMA continues; until the update is [finished](VaddrUpdate::finish),
-    /// nothing can be mapped or unmapped, and no group be attached.
+    /// moved (rules [L59], [L60]). DMA continues; until the update is
+    /// [finished](VaddrUpdate::finish), nothing can be mapped or unmapped, and no group be
+    /// attached.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY
     /// with groups of emulated devices). Nothing was changed.
+    ///
+    /// [L59]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l59
+    /// [L60]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l60
     pub fn begin_vaddr_update(&self) -> Result<VaddrUpdate<'_, K>> {
         let kernel = self.kernel();
         if !kernel.has(Extension::UpdateVaddr) || !kernel.has(Extension::UnmapAll) {

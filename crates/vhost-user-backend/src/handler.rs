@@ -36,15 +36,19 @@ pub trait Rings: Unit {
     /// Replaces the memory under running rings. A ring that is not in the new memory is left alone
     /// until it is in one again.
     fn set_memory(&mut self, part: Self::Part, memory: &Arc<Memory>);
-    /// Sets where pages that are written are marked from now on; `None`: nowhere (rule D26).
+    /// Sets where pages that are written are marked from now on; `None`: nowhere (rule [D26]).
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     fn set_log(&mut self, part: Self::Part, log: Option<&Arc<DirtyLog>>);
     /// Sets where a running ring's writes to its used ring are marked from now on; `None`: nowhere.
     fn log_ring(&mut self, part: Self::Part, ring: u16, at: Option<u64>);
-    /// Moves a running ring (rule D21). If its addresses are the front end's own, `memory`
+    /// Moves a running ring (rule [D21]). If its addresses are the front end's own, `memory`
     /// translates them.
     ///
     /// # Errors
     /// The ring cannot be reached: it stops.
+    ///
+    /// [D21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d21
     fn relocate(
         &mut self,
         part: Self::Part,

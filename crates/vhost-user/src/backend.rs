@@ -44,7 +44,9 @@ pub struct RingSetup {
 pub trait Handler {
     /// A connection is about to be served. Until [`disconnected`](Self::disconnected), `connection`
     /// shows whether the front end is there. Nothing else limits what a device waits for on the
-    /// front end's behalf (rule D15), so a device that may wait keeps the handle.
+    /// front end's behalf (rule [D15]), so a device that may wait keeps the handle.
+    ///
+    /// [D15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d15
     fn connected(&mut self, connection: Shutdown) {}
 
     /// The virtio features that the device offers. (The server itself offers
@@ -188,11 +190,13 @@ pub trait Handler {
 
     /// Carries out an IOTLB message, which is well-formed; called only after ACCESS_PLATFORM was
     /// negotiated. An update lies within the memory. When this returns `Ok`, the message has taken
-    /// effect: no worker uses a translation that it made stale (rule D15). A device waits for that
-    /// without a limit, and gives up only when the connection [is over](Shutdown::is_over).
+    /// effect: no worker uses a translation that it made stale (rule [D15]). A device waits for
+    /// that without a limit, and gives up only when the connection [is over](Shutdown::is_over).
     ///
     /// # Errors
     /// Refused: the front end gets a non-zero reply.
+    ///
+    /// [D15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d15
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
         Err(HandlerError::new("the device has no IOTLB"))
     }
@@ -210,8 +214,10 @@ pub trait Handler {
     fn settled(&mut self) {}
 
     /// The front end has replied to a message that was sent on the [`BackendChannel`] with `number`
-    /// for a reply (rule D9). `done`: whether it did what the message requires, such as
+    /// for a reply (rule [D9]). `done`: whether it did what the message requires, such as
     /// sending an update for a miss.
+    ///
+    /// [D9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d9
     fn channel_reply(&mut self, message: Iotlb, number: u64, done: bool) {}
 
     /// The [`BackendChannel`] is gone: the front end has closed it. Its messages without a
@@ -228,7 +234,7 @@ pub trait Handler {
         Err(HandlerError::new("the device keeps no account of requests in flight"))
     }
 
-    /// Where every write to guest memory is logged from now on (rule D26); `None`: nowhere. Also
+    /// Where every write to guest memory is logged from now on (rule [D26]); `None`: nowhere. Also
     /// called while rings run: when it returns, all workers log. Only if the device offers
     /// LOG_SHMFD.
     ///
@@ -239,6 +245,8 @@ pub trait Handler {
     ///
     /// # Errors
     /// The device cannot log.
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
         match log {
             Some(_) => Err(HandlerError::new("the device cannot log its writes")),
@@ -289,7 +297,9 @@ pub trait Handler {
     }
 
     /// The last running ring has stopped. Until a ring starts again the front end sends no
-    /// invalidations, so translations may be stale by then (rule D21).
+    /// invalidations, so translations may be stale by then (rule [D21]).
+    ///
+    /// [D21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d21
     fn suspended(&mut self) {}
 
     /// The connection has ended; every ring is stopped, and so is logging. The device may then be

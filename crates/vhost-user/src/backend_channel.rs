@@ -42,8 +42,10 @@ const BATCH: usize = 64;
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
 ///
 /// Workers send on it without ever blocking; a thread of the connection's reads the replies. No
-/// message begins while every ring is stopped (rule D27); the rest of one that was cut is still
+/// message begins while every ring is stopped (rule [D27]); the rest of one that was cut is still
 /// sent.
+///
+/// [D27]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d27
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: PeerFd,
@@ -115,11 +117,14 @@ impl BackendChannel {
         })
     }
 
-    /// Sends IOTLB messages (misses and access failures, rule D16) without blocking, many with one
-    /// call. A number requests a reply (rule D9; with REPLY_ACK only), which
+    /// Sends IOTLB messages (misses and access failures, rule [D16]) without blocking, many with
+    /// one call. A number requests a reply (rule [D9]; with REPLY_ACK only), which
     /// [`Handler::channel_reply`](crate::Handler::channel_reply) gets with that number. Returns
     /// how many were sent, from the first on: for the rest there is no room now, every ring is
     /// stopped, or the channel has ended.
+    ///
+    /// [D16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d16
+    /// [D9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d9
     pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, Option<u64>)>) -> usize {
         let mut messages = messages.into_iter().fuse();
         let mut outbox = self.outbox.lock();
@@ -166,8 +171,10 @@ impl BackendChannel {
     }
 
     /// Notifies the front end that the configuration space has changed (BACKEND_CONFIG_CHANGE_MSG);
-    /// false if there is no room, or no ring runs (rule D27): try again later; also if the channel
-    /// has ended. Needs CONFIG.
+    /// false if there is no room, or no ring runs (rule [D27]): try again later; also if the
+    /// channel has ended. Needs CONFIG.
+    ///
+    /// [D27]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d27
     pub fn config_changed(&self) -> bool {
         let header = Header::request(code::BACKEND_CONFIG_CHANGE_MSG, false, 0);
         self.send(&mut self.outbox.lock(), header.as_bytes(), Header::LEN) == 1
@@ -323,7 +330,9 @@ impl BackendChannel {
         let _ = self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
     }
 
-    /// Sets whether every ring is stopped (rule D27).
+    /// Sets whether every ring is stopped (rule [D27]).
+    ///
+    /// [D27]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d27
     pub(crate) fn set_silent(&self, silent: bool) {
         // A sender has either sent already, or sees the flag.
         let _outbox = self.outbox.lock();

@@ -106,10 +106,12 @@ impl Frontend {
     }
 
     /// SET_FEATURES. Without [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES) among them, all
-    /// rings are enabled at once (rule D28).
+    /// rings are enabled at once (rule [D28]).
     ///
     /// # Errors
     /// See [`FrontendError`].
+    ///
+    /// [D28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d28
     pub fn set_features(&mut self, features: u64) -> Result<()> {
         self.make(Request::SetFeatures(features), &[])
     }
@@ -170,10 +172,12 @@ impl Frontend {
     }
 
     /// SET_BACKEND_REQ_FD: the channel on which the back end makes requests; `channel` is the
-    /// back end's side of it. Needs BACKEND_REQ (rule D11).
+    /// back end's side of it. Needs BACKEND_REQ (rule [D11]).
     ///
     /// # Errors
     /// See [`FrontendError`].
+    ///
+    /// [D11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d11
     pub fn set_backend_channel(&mut self, channel: BorrowedFd<'_>) -> Result<()> {
         self.make(Request::SetBackendReqFd, &[channel])
     }
@@ -315,10 +319,12 @@ impl Frontend {
     }
 
     /// SET_VRING_ADDR: where the ring's areas are, in addresses of this process, or in IOVAs if
-    /// ACCESS_PLATFORM was negotiated (rule D2).
+    /// ACCESS_PLATFORM was negotiated (rule [D2]).
     ///
     /// # Errors
     /// See [`FrontendError`].
+    ///
+    /// [D2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d2
     pub fn set_vring_addr(&mut self, ring: u16, addresses: &RingAddresses) -> Result<()> {
         self.make(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
     }
@@ -385,14 +391,18 @@ impl Frontend {
     }
 
     /// IOTLB_MSG: an update or an invalidation; `Ok` once the back end has carried it out. Needs
-    /// ACCESS_PLATFORM (rule D1). An update must lie within memory that was announced (rule D5).
-    /// [`IotlbHandle::post`] sends many at once.
+    /// ACCESS_PLATFORM (rule [D1]). An update must lie within memory that was announced (rule
+    /// [D5]). [`IotlbHandle::post`] sends many at once.
     ///
-    /// Every IOTLB message has a reply (rule D13). Where REPLY_ACK was negotiated the message sets
-    /// need_reply as well: some back ends send none otherwise.
+    /// Every IOTLB message has a reply (rule [D13]). Where REPLY_ACK was negotiated the message
+    /// sets need_reply as well: some back ends send none otherwise.
     ///
     /// # Errors
     /// See [`FrontendError`].
+    ///
+    /// [D1]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d1
+    /// [D5]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d5
+    /// [D13]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d13
     pub fn iotlb(&mut self, message: &Iotlb) -> Result<()> {
         let (wires, _) = self.iotlb_handle().check(std::slice::from_ref(message))?;
         wires.into_iter().try_for_each(|wire| self.make(Request::Iotlb(wire), &[]))

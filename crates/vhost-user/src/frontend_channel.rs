@@ -23,8 +23,10 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackendMessage {
-    /// A miss, or an access that the translation does not permit (rule D16): [`Iotlb::Miss`] or
+    /// A miss, or an access that the translation does not permit (rule [D16]): [`Iotlb::Miss`] or
     /// [`Iotlb::AccessFail`].
+    ///
+    /// [D16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d16
     Iotlb(Iotlb),
     /// The configuration space has changed: read it again.
     ConfigChange,
@@ -37,7 +39,9 @@ pub struct BackendRequest {
     /// Its content.
     pub message: BackendMessage,
     /// Whether a reply is needed once the message has been carried out, or has failed
-    /// (rule D9). Replies are sent in the order of the messages.
+    /// (rule [D9]). Replies are sent in the order of the messages.
+    ///
+    /// [D9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d9
     pub need_reply: bool,
 }
 
@@ -98,10 +102,12 @@ impl FrontendChannel {
     }
 
     /// Replies to a message if it needs a reply: `done` is whether it was carried out. For a
-    /// miss, send the update first (rule D9).
+    /// miss, send the update first (rule [D9]).
     ///
     /// # Errors
     /// The back end has hung up, or takes no replies.
+    ///
+    /// [D9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d9
     pub fn reply(&self, request: &BackendRequest, done: bool) -> Result<(), WireError> {
         if !request.need_reply {
             return Ok(());

@@ -29,14 +29,18 @@ const ACCESS_FAIL: u8 = 4;
 /// A device IOTLB message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Iotlb {
-    /// A miss of the back end's IOTLB (rule D16).
+    /// A miss of the back end's IOTLB (rule [D16]).
+    ///
+    /// [D16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d16
     Miss {
         /// The address.
         iova: u64,
         /// For which access.
         access: Access,
     },
-    /// An IOTLB update (rule D5).
+    /// An IOTLB update (rule [D5]).
+    ///
+    /// [D5]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d5
     Update {
         /// Its first address.
         first: u64,
@@ -48,14 +52,18 @@ pub enum Iotlb {
         /// What it permits; `None`: nothing.
         access: Option<Access>,
     },
-    /// An invalidation (rule D6).
+    /// An invalidation (rule [D6]).
+    ///
+    /// [D6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d6
     Invalidate {
         /// The first address.
         first: u64,
         /// The last address, inclusive.
         last: u64,
     },
-    /// There is a translation, but not for this access (rule D16).
+    /// There is a translation, but not for this access (rule [D16]).
+    ///
+    /// [D16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d16
     AccessFail {
         /// The address.
         iova: u64,
@@ -64,7 +72,9 @@ pub enum Iotlb {
     },
 }
 
-/// Why an IOTLB message is refused (rule D14): with a reply; the connection goes on.
+/// Why an IOTLB message is refused (rule [D14]): with a reply; the connection goes on.
+///
+/// [D14]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d14
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BadIotlb {
@@ -146,7 +156,9 @@ impl Iotlb {
     }
 
     /// The message, split in two if it covers all of [0, 2^64-1], whose size does not fit the field
-    /// (rule D30).
+    /// (rule [D30]).
+    ///
+    /// [D30]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d30
     pub fn halves(self) -> impl Iterator<Item = Iotlb> {
         const MIDDLE: u64 = 1 << 63;
         let (one, two) = match self {

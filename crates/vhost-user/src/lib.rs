@@ -12,11 +12,13 @@
 //! - [`Keeper`]: keeps what another process needs to take over a connection.
 //!
 //! Rings are stopped and disabled at first, start with SET_VRING_KICK and stop with GET_VRING_BASE
-//! (rule D28). The [`Server`] keeps that state: it never starts a running ring of a [`Handler`] or
-//! stops a stopped one, and stops every ring when the connection ends.
+//! (rule [D28]). The [`Server`] keeps that state: it never starts a running ring of a [`Handler`]
+//! or stops a stopped one, and stops every ring when the connection ends.
 //!
 //! The IOTLB messages are read, checked and replied to here; the device provides the cache that
 //! they fill.
+//!
+//! [D28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d28
 
 #![forbid(unsafe_code)]
 

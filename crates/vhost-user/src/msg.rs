@@ -89,7 +89,9 @@ impl Header {
     pub const LEN: usize = 12;
     /// The supported version, in the lowest two bits of the flags.
     pub const VERSION: u32 = 1;
-    /// The message is a reply (rule D4).
+    /// The message is a reply (rule [D4]).
+    ///
+    /// [D4]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d4
     pub const REPLY: u32 = 1 << 2;
     /// The sender wants an acknowledgement (REPLY_ACK).
     pub const NEED_REPLY: u32 = 1 << 3;

@@ -19,8 +19,11 @@
 //! for the invalidation of all that was unmapped before it
 //! ([`LAZY_IOTLB_FLUSH`](wire::Features::LAZY_IOTLB_FLUSH)).
 //!
-//! Rule numbers in comments and tests (`rule V22`, `rule L64`) are those of the project's table of
-//! rules; V rules stem from section 5.13 of the specification.
+//! Rule numbers in comments and tests ([V22], [L64]) are those of the project's table of rules; V
+//! rules stem from section 5.13 of the specification.
+//!
+//! [V22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v22
+//! [L64]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l64
 // Exceptions: `unsafe impl Domain`, and code that names host memory as a target.
 #![deny(unsafe_code)]
 

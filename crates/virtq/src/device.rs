@@ -141,13 +141,16 @@ impl Queue {
         Ok(queue)
     }
 
-    /// A queue whose areas need not be there yet (rules D21, D22: a ring may be started before its
-    /// addresses are known). It is not [valid](Self::is_valid), and has no chains, until
+    /// A queue whose areas need not be there yet (rules [D21], [D22]: a ring may be started before
+    /// its addresses are known). It is not [valid](Self::is_valid), and has no chains, until
     /// [`revalidate`](Self::revalidate) has found them.
     ///
     /// # Errors
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::Base`] or
     /// [`PackedBase`](RingError::PackedBase).
+    ///
+    /// [D21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d21
+    /// [D22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d22
     pub fn postponed(config: RingConfig) -> Result<Queue, RingError> {
         Ok(Queue(match config.packed {
             false => Format::Split(Split::postponed(config)?),
@@ -232,9 +235,12 @@ impl Queue {
     }
 
     /// Whether the areas were found and the translations of all three are still valid. To be
-    /// checked before each round of work (rules D21, D22). While it is false the areas must be left
-    /// alone (they may not be the driver's any more, though accesses stay sound) until
+    /// checked before each round of work (rules [D21], [D22]). While it is false the areas must be
+    /// left alone (they may not be the driver's any more, though accesses stay sound) until
     /// [`revalidate`](Self::revalidate) has found them again.
+    ///
+    /// [D21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d21
+    /// [D22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d22
     #[inline]
     pub fn is_valid(&self) -> bool {
         either!(&self.0, ring => ring.is_valid())
@@ -387,10 +393,12 @@ impl Queue {
     }
 
     /// Shows `each` what this end has written into the areas since the last call and
-    /// [published](Self::publish_used): for a dirty log (rule D26). To be called after each
+    /// [published](Self::publish_used): for a dirty log (rule [D26]). To be called after each
     /// publication, before more is given back, and before the areas are looked up again. For a
     /// packed ring it shows all descriptors that were given back, of which only the first of each
     /// chain was written.
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     pub fn written(&mut self, each: impl FnMut(Written<'_>)) {
         either!(&mut self.0, ring => ring.written(each));
     }

@@ -89,7 +89,9 @@ impl Endpoints {
     /// # Errors
     /// [`Error::Unsupported`]: there is one with its number already, or one that was removed and is
     /// not detached yet; or PROBE could not report the regions: two overlap, or are for MSIs (rule
-    /// V27).
+    /// [V27]).
+    ///
+    /// [V27]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v27
     pub fn add(&self, endpoint: Arc<Endpoint>, reserved: &[ReservedRegion]) -> Result<()> {
         self.insert(endpoint.id(), Way::Here(endpoint), reserved)
     }
@@ -141,9 +143,11 @@ impl Endpoints {
     }
 
     /// Forbids an endpoint to bypass: its attachment to a bypass domain is refused with UNSUPP, and
-    /// it reaches nothing while it is attached to no domain (rule V6). For devices that are not
+    /// it reaches nothing while it is attached to no domain (rule [V6]). For devices that are not
     /// trusted; to be called before the device exists, or before `endpoint_added`. Returns whether
     /// there is such an endpoint.
+    ///
+    /// [V6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v6
     pub fn forbid_bypass(&self, id: u32) -> bool {
         let mut slots = self.slots.lock();
         slots.get_mut(&id).map(|slot| slot.may_bypass = false).is_some()

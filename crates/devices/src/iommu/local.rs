@@ -199,12 +199,14 @@ impl<R: Reach> LocalIommu<R> {
     }
 
     /// A device reset: no ring is served, no endpoint is attached, no feature is negotiated any
-    /// more. When it has succeeded no device reaches what was mapped (rule V4). For that it waits,
-    /// as [`stop`](Self::stop) does, for 10 s at most.
+    /// more. When it has succeeded no device reaches what was mapped (rule [V4]). For that it
+    /// waits, as [`stop`](Self::stop) does, for 10 s at most.
     ///
     /// # Errors
     /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: something may be reached still.
     /// [`LocalIommuError::NoWorker`].
+    ///
+    /// [V4]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v4
     pub fn reset(&self) -> Result<(), LocalIommuError> {
         // The driver that waits for a lost reply was reset, too.
         match self.stop() {
@@ -230,7 +232,9 @@ impl<R: Reach> LocalIommu<R> {
         self.reported.by_endpoint()
     }
 
-    /// How many faults found no room, and were not reported to the driver (rule V29).
+    /// How many faults found no room, and were not reported to the driver (rule [V29]).
+    ///
+    /// [V29]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v29
     pub fn dropped_faults(&self) -> u64 {
         self.reported.faults.dropped()
     }

@@ -24,7 +24,9 @@ pub enum Lost {
     TimedOut,
     /// The receiver did not negotiate the offload that the packet needs.
     Offload,
-    /// The queue is disabled (rule D28).
+    /// The queue is disabled (rule [D28]).
+    ///
+    /// [D28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d28
     Disabled,
 }
 

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Maps buffers for one device together: one map sync for all of them, after which their addresses
-/// are handed out (rule L34, for the batch).
+/// are handed out (rule [L34], for the batch).
 ///
 /// `B` is the buffer, `T` a tag that comes back with it, such as a request. A batch whose `B` is
 /// `Vec<B>` maps scatter lists: buffers of a submission that are adjacent in memory, pushed as one
@@ -25,6 +25,8 @@ use crate::{
 ///
 /// Made by [`Device::map_batch`]. Dropping it unmaps what it holds. It allocates nothing once it
 /// has grown to the number of buffers pushed at a time.
+///
+/// [L34]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l34
 pub struct MapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
     device: Device<D, A>,
     gathered: Vec<Member<B, T>>,
@@ -119,8 +121,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     /// many, errors included. Waits only to undo mappings.
     ///
     /// If the device refuses one of those that were begun together, all of them are undone, and
-    /// each buffer is in an error with the device's own status (rule L34), except copies in bounce
-    /// slots, which need no sync.
+    /// each buffer is in an error with the device's own status (rule [L34]), except copies in
+    /// bounce slots, which need no sync.
+    ///
+    /// [L34]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l34
     pub fn poll(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) -> usize {
         let device = Device { port: Arc::clone(&self.device.port) };
         let (shared, counters) = (device.shared(), &*device.port.counters);

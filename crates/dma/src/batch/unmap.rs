@@ -19,13 +19,15 @@ use crate::{
 };
 
 /// Unmaps mappings of one device together: touching ranges as one, with one invalidation for all,
-/// after which the buffers go back to their owner (rule L17, for each of them).
+/// after which the buffers go back to their owner (rule [L17], for each of them).
 ///
 /// `B` is the buffer, `T` a tag that comes back with it, such as a request number.
 ///
 /// Made by [`Device::unmap_batch`](crate::Device::unmap_batch). Dropping it unmaps what it holds,
 /// and waits for that. It allocates nothing once it has grown to the number of mappings pushed at a
 /// time.
+///
+/// [L17]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l17
 pub struct UnmapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
     port: Arc<Port<D, A>>,
     /// Members pushed but not begun; then begun but not handed out. After a panic they are leaked

@@ -34,8 +34,10 @@ impl Default for BounceConfig {
     }
 }
 
-/// Whether the driver reports how much of a buffer the device wrote (rule L49, as far as it applies
-/// here).
+/// Whether the driver reports how much of a buffer the device wrote (rule [L49], as far as it
+/// applies here).
+///
+/// [L49]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l49
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Written {

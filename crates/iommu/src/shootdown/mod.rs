@@ -147,7 +147,9 @@ impl Shootdown {
     /// Without ranges this only starts a grace period.
     ///
     /// Never under-invalidates; with many ranges it may also invalidate addresses between them
-    /// (rule L42).
+    /// (rule [L42]).
+    ///
+    /// [L42]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l42
     #[inline]
     pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
         self.begin_in(Scope::ALL, ranges, all)

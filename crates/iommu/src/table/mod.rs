@@ -23,28 +23,35 @@
 //!
 //! The table keeps the boundaries of mappings: leaves carry a bit for "a mapping begins here" and
 //! one for "ends here". An unmap that would split a mapping is refused before anything is touched,
-//! and adjacent mappings stay separate even if their differences agree (rules V22, V40, L65).
+//! and adjacent mappings stay separate even if their differences agree (rules [V22], [V40], [L65]).
 //!
 //! # Concurrency
 //!
-//! [`Table::lookup`] and [`Table::lookup_run`] are lock-free: one acquire load per level. Everything
-//! else takes the table's lock, a spin lock that is held for the whole operation: some ten
-//! nanoseconds for a page, and in proportion to the slots and nodes of a large range. A writer
+//! [`Table::lookup`] and [`Table::lookup_run`] are lock-free: one acquire load per level.
+//! Everything else takes the table's lock, a spin lock that is held for the whole operation: some
+//! ten nanoseconds for a page, and in proportion to the slots and nodes of a large range. A writer
 //! publishes slot by slot: a reader sees each slot as it was or as it is, never a mixture; a
 //! mapping of several slots becomes visible slot by slot, as on hardware, and is complete when
 //! [`Table::map`] returns.
 //!
 //! Unlinked pages go onto a [`PageList`], and [`PageList::reclaim`], which states the contract,
-//! frees them after a grace period (rules L21, L40).
+//! frees them after a grace period (rules [L21], [L40]).
 //!
 //! # Bounds
 //!
 //! [`Limits`] bound the bytes of nodes and blocks, unlinked ones included until they are freed, and
 //! the number of mappings; a [`Budget`] bounds both for several tables together. An unmap frees a
-//! node only if it covers all of the node's addresses (rule L41): otherwise the emptied node stays
-//! for the next mapping, so that a map/unmap pair allocates nothing. When a map would exceed the
-//! limit, all empty nodes are unlinked ("scavenged") and the map fails; see [`Table::map`] for how
-//! the caller proceeds. Unmapping never allocates.
+//! node only if it covers all of the node's addresses (rule [L41]): otherwise the emptied node
+//! stays for the next mapping, so that a map/unmap pair allocates nothing. When a map would exceed
+//! the limit, all empty nodes are unlinked ("scavenged") and the map fails; see [`Table::map`] for
+//! how the caller proceeds. Unmapping never allocates.
+//!
+//! [V22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v22
+//! [V40]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v40
+//! [L65]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l65
+//! [L21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l21
+//! [L40]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l40
+//! [L41]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l41
 
 mod budget;
 mod list;
@@ -178,16 +185,19 @@ impl Table {
     /// # Errors
     /// Nothing was changed. In this order:
     /// * [`NoPermission`](crate::Error::NoPermission): neither reads nor writes are allowed
-    ///   (rule L31).
+    ///   (rule [L31]).
     /// * [`TargetOverflow`](crate::Error::TargetOverflow): the target would pass 2^64.
     /// * [`Exists`](crate::Error::Exists): part of the range is mapped; `at` is the first mapped
-    ///   address in it (rule L36).
+    ///   address in it (rule [L36]).
     /// * [`Full`](crate::Error::Full) of "mappings" or of "table bytes", its own or its budget's.
     ///   In the latter case all empty nodes have been unlinked and are in
     ///   [`take_deferred`](Self::take_deferred), with whatever else waits: if that list is not
     ///   empty, the caller passes a grace period, [reclaims](PageList::reclaim) it and tries once
     ///   more.
     /// * [`NoMemory`](crate::Error::NoMemory): the allocator failed.
+    ///
+    /// [L31]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l31
+    /// [L36]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l36
     pub fn map(&self, range: Range, target: u64, prot: Prot) -> Result<()> {
         if !prot.intersects(Prot::RW) {
             return Err(Error::NoPermission(range));
@@ -205,7 +215,10 @@ impl Table {
     /// # Errors
     /// [`WouldSplit`](crate::Error::WouldSplit): `at` is the first address of `range` if a mapping
     /// reaches into the range from below, else the last if one reaches out of it above. Nothing was
-    /// removed (rules V22, L65). Never fails for lack of memory.
+    /// removed (rules [V22], [L65]). Never fails for lack of memory.
+    ///
+    /// [V22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v22
+    /// [L65]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l65
     pub fn unmap(&self, range: Range, pages: &mut PageList) -> Result<u128> {
         let removed = self.remove_in(&mut self.writer.lock(), range)?;
         Ok(self.retire(removed, pages))

@@ -225,7 +225,7 @@ impl PageList {
         self.pages.bytes
     }
 
-    /// Frees the pages (rules L21, L40).
+    /// Frees the pages (rules [L21], [L40]).
     ///
     /// # Safety
     /// Every call of [`Table::lookup`](super::Table::lookup) or
@@ -239,6 +239,9 @@ impl PageList {
     ///
     /// The other methods of the table do not matter: they take its lock, under which nothing
     /// unlinked before is reachable. Nor does the table's lifetime: its pages may outlive it.
+    ///
+    /// [L21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l21
+    /// [L40]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l40
     pub unsafe fn reclaim(mut self) {
         if let Some(ledger) = self.ledger.take() {
             // SAFETY: the pages are unlinked, so out of reach of later lookups; the caller promises

@@ -3,7 +3,7 @@
 //! [`Guards`] are made of an [`Endpoint`](crate::Endpoint). A device takes a [`Guard`] for each
 //! piece of work; what it translates comes straight from the table that invalidations act on, and
 //! is kept in use by leases for as long as the guard lives: an invalidation of it is not over
-//! before (rule D15); other invalidations do not wait.
+//! before (rule [D15]); other invalidations do not wait.
 //!
 //! # Waiting
 //! An access whose translation is missing sends a miss and waits (a [`View`](crate::View) does not;
@@ -17,6 +17,8 @@
 //! What the guards of a thread have handed out must be in the table all at once to be leased again:
 //! a request must not need more entries than [`IotlbConfig::entries`](crate::IotlbConfig::entries),
 //! or it times out.
+//!
+//! [D15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d15
 
 mod guards;
 mod held;
@@ -77,7 +79,9 @@ pub enum Failure {
         /// The number of bytes.
         count: usize,
     },
-    /// One access of more than 65,536 translations (rule D23).
+    /// One access of more than 65,536 translations (rule [D23]).
+    ///
+    /// [D23]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d23
     #[error("{addr:#x}: an access with more than {} parts", held::PIECES)]
     TooManyParts {
         /// The first address of the access.

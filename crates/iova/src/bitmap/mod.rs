@@ -51,11 +51,14 @@ impl<F: Fn() -> Result<(), FlushFailed> + Send + Sync> Flush for F {
 ///
 /// A search goes upwards from where the last one ended; at the end of the window it starts again at
 /// the bottom: a *lap*. In lazy mode a freed range keeps its bits until the next lap; then one
-/// flush invalidates everything, and all ranges freed before it become available at once (rule L16,
-/// the policy of s390 and SPARC). So the cost of one flush is spread over a whole lap of mappings.
+/// flush invalidates everything, and all ranges freed before it become available at once (rule
+/// [L16], the policy of s390 and SPARC). So the cost of one flush is spread over a whole lap of
+/// mappings.
 ///
 /// A second bitmap marks where each range ends, so that a free can be checked to cover exactly one
 /// range.
+///
+/// [L16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l16
 pub struct Bitmap {
     window: Aperture,
     flush: Option<Box<dyn Flush>>,
@@ -99,7 +102,9 @@ impl Bitmap {
     }
 
     /// As [`new`](Self::new), but a freed range is reused only after the flush of the next lap
-    /// (rule L16).
+    /// (rule [L16]).
+    ///
+    /// [L16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l16
     pub fn lazy(aperture: Aperture, window: u64, flush: Box<dyn Flush>) -> Bitmap {
         Bitmap::with(aperture, window, Some(flush))
     }

@@ -22,16 +22,22 @@ use magazine::{Budget, Depot, Magazine};
 
 /// How many sizes are cached: ranges of 1, 2, 4, 8, 16 and 32 granules.
 pub const SIZE_CLASSES: usize = 6;
-/// The largest cached range, in granules (rule L6).
+/// The largest cached range, in granules (rule [L6]).
+///
+/// [L6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l6
 pub const LARGEST_CACHED: u64 = 1 << (SIZE_CLASSES - 1);
-/// The depot gives back at most one magazine per class in this time, 100 ms (rule L10).
+/// The depot gives back at most one magazine per class in this time, 100 ms (rule [L10]).
+///
+/// [L10]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l10
 pub const TRIM_INTERVAL_NS: u64 = 100_000_000;
 
 /// How [`Magazines`] are set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MagazineConfig {
     /// How many magazines may exist (1 KiB each), full or not; beyond that, a free that needs
-    /// another one goes to the allocator below (rule L7). Default: no bound, as in Linux.
+    /// another one goes to the allocator below (rule [L7]). Default: no bound, as in Linux.
+    ///
+    /// [L7]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l7
     pub max_magazines: usize,
     /// Whether a free is checked before it is cached, by a set of the cached ranges and a look-up
     /// below. Default: only in builds with debug assertions.
@@ -48,21 +54,26 @@ impl Default for MagazineConfig {
 /// `iova.c`.
 ///
 /// A size of up to [`LARGEST_CACHED`] granules is rounded up to a power of two before it is
-/// requested below (rule L5) and aligned to that, even if the request needs less: there are six
+/// requested below (rule [L5]) and aligned to that, even if the request needs less: there are six
 /// classes of ranges, and within a class all are alike. Hence a request with a smaller alignment
 /// fails when only less aligned places are left. Each CPU has two magazines per class, *loaded* and
 /// *previous*; when a freed range finds both full, one goes to the *depot*, and when a request
 /// finds both empty, one comes from there. Two are needed so that a CPU on the boundary does not go
-/// to the depot for every range. Larger ranges go straight to the allocator below (rule L6).
+/// to the depot for every range. Larger ranges go straight to the allocator below (rule [L6]).
 ///
-/// A cached range stays allocated below (rule L9), so nothing else can be allocated there. The
+/// A cached range stays allocated below (rule [L9]), so nothing else can be allocated there. The
 /// allocator below sees a free only when the caches give ranges back: [`tick`](Self::tick) trims
 /// the depot, [`offline`](Self::offline) empties a CPU, and a request that finds nothing anywhere
-/// drains everything and tries once more (rule L11). Dropping the caches gives back everything.
+/// drains everything and tries once more (rule [L11]). Dropping the caches gives back everything.
 ///
 /// A wrong free of a cached size is detected only if [`checked`](MagazineConfig::checked), except
 /// that a wrong alignment always is. Unchecked, a range that is freed twice is handed out twice:
 /// this is for callers that cannot do that, such as the owner of a mapping in `ringfence-dma`.
+///
+/// [L5]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l5
+/// [L6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l6
+/// [L9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l9
+/// [L11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l11
 pub struct Magazines<A: Allocator, C: CpuId> {
     inner: A,
     cpu: C,
@@ -131,11 +142,13 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         &self.inner
     }
 
-    /// Trims the depot (rule L10): of each size class, one full magazine goes back to the allocator
-    /// below if there are more than CPUs online and none went back in the last
+    /// Trims the depot (rule [L10]): of each size class, one full magazine goes back to the
+    /// allocator below if there are more than CPUs online and none went back in the last
     /// [`TRIM_INTERVAL_NS`].
     ///
     /// To be called now and then, for example by a timer, always with the time of the same clock.
+    ///
+    /// [L10]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l10
     pub fn tick(&self, now_ns: u64) {
         let online = self.online.load(Ordering::Relaxed);
         for (index, depot) in self.depots.iter().enumerate() {
@@ -146,9 +159,11 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         }
     }
 
-    /// Gives back what `cpu` has cached (rule L9). It caches nothing until
+    /// Gives back what `cpu` has cached (rule [L9]). It caches nothing until
     /// [`online`](Self::online): a thread that still runs there uses the allocator below. No effect
     /// if there is no such CPU.
+    ///
+    /// [L9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l9
     pub fn offline(&self, cpu: usize) {
         let Some(cpu) = self.cpus.get(cpu) else { return };
         let mut cpu = cpu.lock();

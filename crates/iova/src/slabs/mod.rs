@@ -96,9 +96,9 @@ impl Default for SlabConfig {
 /// CPU takes from its current slab of the class: one compare-and-exchange, the lowest free range
 /// first, so that buffers mapped one after the other are neighbours, in one page of the translation
 /// table. A free finds the slab by the address and sets its bit: another exchange, which always
-/// detects a double free, a wrong size and a range that was never allocated. (A wrong free that meets
-/// another free of the same range at the same time may be taken for that one.) Neither waits for
-/// another thread.
+/// detects a double free, a wrong size and a range that was never allocated. (A wrong free that
+/// meets another free of the same range at the same time may be taken for that one.) Neither waits
+/// for another thread.
 ///
 /// Slabs play the part of magazines: those with free ranges wait in a list of the CPU; those that
 /// are all free are kept up to a [bound](SlabConfig::idle_slabs), beyond which they go back. They
@@ -106,8 +106,8 @@ impl Default for SlabConfig {
 /// logarithmic time: no live set makes it slow. Memory is in proportion to the most that was
 /// allocated at once, not to the aperture.
 ///
-/// When nothing is left, the allocator takes back what all CPUs keep (rule L11), and then even the
-/// unused tails of ranges that are shorter than their class: a naturally aligned request
+/// When nothing is left, the allocator takes back what all CPUs keep (rule [L11]), and then even
+/// the unused tails of ranges that are shorter than their class: a naturally aligned request
 /// ([`Align::Size`]) fails only if there is no aligned hole. The same holds for other alignments,
 /// but when nothing aligned to its size is left, such a request examines every hole.
 ///
@@ -126,6 +126,8 @@ impl Default for SlabConfig {
 /// assert!(space.free(first, 4096).is_err());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// [L11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l11
 pub struct Slabs<C: CpuId> {
     aperture: Aperture,
     shift: u32,
@@ -206,8 +208,10 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    /// Gives back what `cpu` keeps (rule L9). It keeps nothing until [`online`](Self::online): a
+    /// Gives back what `cpu` keeps (rule [L9]). It keeps nothing until [`online`](Self::online): a
     /// thread that still runs there works with the tree. No effect if there is no such CPU.
+    ///
+    /// [L9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l9
     pub fn offline(&self, cpu: usize) {
         let Some(cpu) = self.cpus.get(cpu) else { return };
         let mut core = self.core.lock();

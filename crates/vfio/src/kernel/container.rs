@@ -112,11 +112,13 @@ pub struct Attached {
 
 impl Attached {
     /// Puts another group into the container: its devices can access what is mapped, and less may
-    /// be mappable afterwards (rule L61).
+    /// be mappable afterwards (rule [L61]).
     ///
     /// # Errors
     /// The kernel refuses: a mapping lies where the group does not allow one, or the group is in a
     /// container already. Nothing was changed.
+    ///
+    /// [L61]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l61
     pub fn add(&self, group: Group) -> Result<()> {
         group.join(&self.file)?;
         self.groups.lock().push(group);

@@ -47,8 +47,10 @@ pub trait Backing {
     fn limits(&self) -> Limits;
 
     /// Whether the page at `addr` is special (device registers, PFNMAP, reserved): it need not be
-    /// held, and is neither charged nor ever released (rule L54). A backing that cannot detect this
-    /// returns false, and fails to hold the page.
+    /// held, and is neither charged nor ever released (rule [L54]). A backing that cannot detect
+    /// this returns false, and fails to hold the page.
+    ///
+    /// [L54]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l54
     #[inline]
     fn is_special(&self, _addr: HostAddr) -> bool {
         false

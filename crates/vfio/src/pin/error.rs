@@ -26,7 +26,9 @@ pub enum PinError {
         /// What the window allows.
         allowed: Prot,
     },
-    /// The owner would have more memory pinned than it may (rule L53).
+    /// The owner would have more memory pinned than it may (rule [L53]).
+    ///
+    /// [L53]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l53
     #[error(transparent)]
     Limit(#[from] LimitError),
     /// The backing cannot hold more runs.
@@ -51,7 +53,9 @@ pub enum PinError {
     /// Another window has some of these IOVAs.
     #[error("{0:?} overlaps another window")]
     Overlap(Range),
-    /// The window has pinned pages: those that pinned them must unpin them first (rule L62).
+    /// The window has pinned pages: those that pinned them must unpin them first (rule [L62]).
+    ///
+    /// [L62]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l62
     #[error("{pages} pages of {range:?} are pinned")]
     Busy {
         /// The window.

@@ -108,10 +108,12 @@ impl<B: Backing> Pinner<B> {
     /// backing cannot do otherwise). The counts take about 8 bytes for each page that is used.
     ///
     /// Whether CAP_IPC_LOCK is held is looked up now: it lifts the limit of the account for all
-    /// pins of this window (rule L53).
+    /// pins of this window (rule [L53]).
     ///
     /// # Errors
     /// Not whole pages, an overlap, or no memory for the counts.
+    ///
+    /// [L53]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l53
     pub fn add_window(&mut self, range: Range, addr: HostAddr, prot: Prot) -> Result<(), PinError> {
         let page = self.limits.page;
         let misaligned = || PinError::Misaligned(range.first(), range.extent().saturating_add(1));
@@ -133,7 +135,9 @@ impl<B: Backing> Pinner<B> {
     /// Removes the window of exactly `range`.
     ///
     /// # Errors
-    /// There is no such window, or it has pinned pages (rule L62).
+    /// There is no such window, or it has pinned pages (rule [L62]).
+    ///
+    /// [L62]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l62
     pub fn remove_window(&mut self, range: Range) -> Result<(), PinError> {
         let at = self.windows.iter().position(|window| window.range == range);
         let at = at.ok_or(PinError::NoWindow(range.first()))?;
@@ -185,7 +189,9 @@ impl<B: Backing> Pinner<B> {
 
     /// Marks in `map` which pages of `range` the users of the pins may have written, and forgets
     /// those that are not pinned any more: a page that is pinned for writing is dirty as long as it
-    /// is pinned (rule L63).
+    /// is pinned (rule [L63]).
+    ///
+    /// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
     pub fn read_dirty(&mut self, range: Range, map: &mut DirtyMap) {
         let page = self.limits.page;
         for window in &mut self.windows {

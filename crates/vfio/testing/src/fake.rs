@@ -1,10 +1,13 @@
 //! A kernel in this process that follows the rules of the real one.
 //!
 //! [`Type1`] and [`Iommufd`] behave as a kernel does, check by check and error number by error
-//! number (rules L51-L63), and keep the same accounts, so that users of VFIO can be tested without
-//! it. What a kernel does unseen can be seen here: what is [pinned](Type1::pinned), what an
+//! number (rules [L51]-[L63]), and keep the same accounts, so that users of VFIO can be tested
+//! without it. What a kernel does unseen can be seen here: what is [pinned](Type1::pinned), what an
 //! [owner](Owner) is charged, what happened [in which order](Type1::events); and any [step](Step)
 //! can be made to fail.
+//!
+//! [L51]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l51
+//! [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
 
 mod copy;
 mod events;

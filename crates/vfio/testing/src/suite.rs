@@ -32,7 +32,9 @@ pub enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// Which rule: `L51`; for iommufd, which has no numbers, the call.
+    /// Which rule: "[L51]"; for iommufd, which has no numbers, the call.
+    ///
+    /// [L51]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l51
     pub rule: &'static str,
     /// What was checked.
     pub check: &'static str,

@@ -288,10 +288,12 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     /// Does what there is to do; true if there was anything. A ring behind an IOMMU that is not
-    /// mapped is left alone until it is mapped again (rule D22).
+    /// mapped is left alone until it is mapped again (rule [D22]).
     ///
     /// # Errors
     /// The queue must be stopped; nothing else is harmed. Keep calling [`reap`](Self::reap).
+    ///
+    /// [D22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d22
     pub fn poll(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
         self.work(bus, now_ns).map_err(|error| match error {
             // A ring in a file that was truncated reads as zeroes and looks broken in some way.

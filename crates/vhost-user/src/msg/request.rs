@@ -85,7 +85,9 @@ requests! {
     NetSetMtu(u16) = NET_SET_MTU, needs: NET_MTU;
     /// SET_BACKEND_REQ_FD, with a descriptor.
     SetBackendReqFd = SET_BACKEND_REQ_FD, needs: BACKEND_REQ;
-    /// IOTLB_MSG: always replied to with a u64 (rule D13).
+    /// IOTLB_MSG: always replied to with a u64 (rule [D13]).
+    ///
+    /// [D13]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d13
     Iotlb(IotlbWire) = IOTLB_MSG, replies: true;
     /// GET_CONFIG: replied to with the same with the bytes filled in, or with an empty payload.
     GetConfig { offset: u32, size: u32 } = GET_CONFIG, replies: true, needs: CONFIG;
@@ -102,7 +104,9 @@ requests! {
     GetMaxMemSlots = GET_MAX_MEM_SLOTS, replies: true, needs: CONFIGURE_MEM_SLOTS;
     /// ADD_MEM_REG, with a descriptor.
     AddMemReg(Region) = ADD_MEM_REG, needs: CONFIGURE_MEM_SLOTS;
-    /// REM_MEM_REG; a descriptor that comes along is closed (rule D29).
+    /// REM_MEM_REG; a descriptor that comes along is closed (rule [D29]).
+    ///
+    /// [D29]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d29
     RemMemReg(Region) = REM_MEM_REG, needs: CONFIGURE_MEM_SLOTS;
     /// SET_STATUS: the virtio device status.
     SetStatus(u8) = SET_STATUS, needs: STATUS;

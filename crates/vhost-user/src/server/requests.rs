@@ -330,8 +330,12 @@ impl<H: Handler> Server<H> {
         Ok(self.handler.reset()?)
     }
 
-    /// Reads an IOTLB message, and checks it against the memory (rule D14). Without ACCESS_PLATFORM
-    /// (rule D1) it may be the reply to a miss from before a reset: no reason to hang up either.
+    /// Reads an IOTLB message, and checks it against the memory (rule [D14]). Without
+    /// ACCESS_PLATFORM (rule [D1]) it may be the reply to a miss from before a reset: no reason to
+    /// hang up either.
+    ///
+    /// [D14]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d14
+    /// [D1]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d1
     pub(super) fn read_iotlb(&self, message: &IotlbWire) -> Result<Iotlb, HandlerError> {
         if self.features & msg::F_ACCESS_PLATFORM == 0 {
             return Err(HandlerError::new("an IOTLB message without ACCESS_PLATFORM"));

@@ -29,7 +29,9 @@ impl<D> Clone for Binding<D> {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EndpointInfo {
     /// Regions that are not for mapping: PROBE reports them, and MAP there is refused. They must
-    /// not overlap, and at most one is for MSI (rule V27).
+    /// not overlap, and at most one is for MSI (rule [V27]).
+    ///
+    /// [V27]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v27
     pub reserved: Vec<ReservedRegion>,
 }
 
@@ -71,7 +73,10 @@ pub trait Backing: Send + Sync {
     /// It cannot go there, and is where it was. An ATTACH is completed with NOMEM for
     /// [`NoMemory`](ringfence_iommu::Error::NoMemory) and [`Full`](ringfence_iommu::Error::Full),
     /// with DEVERR for [`Gone`](ringfence_iommu::Error::Gone), and otherwise with UNSUPP (rules
-    /// V11, V12); a DETACH, for which even [`Binding::Blocked`] fails, with DEVERR.
+    /// [V11], [V12]); a DETACH, for which even [`Binding::Blocked`] fails, with DEVERR.
+    ///
+    /// [V11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v11
+    /// [V12]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v12
     fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()>;
 
     /// Starts to invalidate what was cached of the binding that `endpoint` had before; returns the

@@ -19,8 +19,10 @@ use crate::wire::{CONFIG_LEN, Features, IommuConfig};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// The features on offer. [`Features::BYPASS`] is left out: a new device should not offer it
-    /// (rule V1). [`Features::PROPOSED`] ones are no part of the specification: with them the
+    /// (rule [V1]). [`Features::PROPOSED`] ones are no part of the specification: with them the
     /// device is experimental.
+    ///
+    /// [V1]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v1
     pub features: Features,
     /// Page sizes; the lowest is the granule.
     pub page_sizes: PageSizes,
@@ -192,7 +194,9 @@ impl<B: Backing> Device<B> {
     ///
     /// # Errors
     /// An endpoint could not be blocked, or an invalidation could not be begun: old translations
-    /// may stay in use; the device needs a reset (rule V30).
+    /// may stay in use; the device needs a reset (rule [V30]).
+    ///
+    /// [V30]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v30
     pub fn write_config(&self, offset: usize, data: &[u8]) -> Result<()> {
         match IommuConfig::bypass_written(offset, data) {
             Some(bypass) if self.has(Features::BYPASS_CONFIG) => match bypass == self.bypasses() {
@@ -237,10 +241,13 @@ impl<B: Backing> Device<B> {
         self.backing.set_domain(endpoint, Binding::Blocked)
     }
 
-    /// The backing knows a new endpoint: it is attached to nothing (rules V5, V6).
+    /// The backing knows a new endpoint: it is attached to nothing (rules [V5], [V6]).
     ///
     /// # Errors
     /// It cannot be bound: what it reaches depends on the backing.
+    ///
+    /// [V5]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v5
+    /// [V6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v6
     pub fn endpoint_added(&self, endpoint: u32) -> Result<()> {
         let state = self.state.write();
         if state.attached.contains_key(&endpoint) {
@@ -250,11 +257,13 @@ impl<B: Backing> Device<B> {
     }
 
     /// An endpoint is gone, and the backing does not [know](Backing::endpoint) it any more: it is
-    /// detached, and its domain is removed if it was the last (rule V14). It may reach its old
+    /// detached, and its domain is removed if it was the last (rule [V14]). It may reach its old
     /// targets until [`Backing::sync_binding_poll`] returns true for the token.
     ///
     /// # Errors
     /// It is detached, but old translations may stay in use.
+    ///
+    /// [V14]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v14
     pub fn endpoint_removed(&self, endpoint: u32) -> Result<SyncToken> {
         self.beyond_record(false, || self.remove(endpoint))
     }
@@ -272,7 +281,11 @@ impl<B: Backing> Device<B> {
         self.backing.sync_binding_begin(endpoint)
     }
 
-    /// Where an endpoint goes that is attached to nothing (rules V5, V6): what is *offered* counts.
+    /// Where an endpoint goes that is attached to nothing (rules [V5], [V6]): what is *offered*
+    /// counts.
+    ///
+    /// [V5]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v5
+    /// [V6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v6
     pub(super) fn unattached(&self) -> Binding<B::Domain> {
         let offered = self.options.features.contains(Features::BYPASS_CONFIG);
         match offered && self.bypasses() {
@@ -282,11 +295,14 @@ impl<B: Backing> Device<B> {
     }
 
     /// Device reset: no endpoint is attached, no domain exists, nothing is negotiated; `bypass`
-    /// stays (rules V3, V4). Request queues must have been stopped.
+    /// stays (rules [V3], [V4]). Request queues must have been stopped.
     ///
     /// # Errors
     /// An endpoint could not be blocked, or an invalidation could not be begun: old translations
     /// may stay in use.
+    ///
+    /// [V3]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v3
+    /// [V4]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v4
     pub fn reset(&self) -> Result<()> {
         self.beyond_record(true, || self.clear())
     }

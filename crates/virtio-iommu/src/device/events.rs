@@ -20,7 +20,9 @@ use super::Progress;
 use crate::wire::{FAULT_LEN, FaultRecord};
 
 /// Faults that wait for a buffer. Their number is bounded: a fault that finds no room is dropped,
-/// and counted (rule V29). Shared by what reports faults and the [`EventQueue`].
+/// and counted (rule [V29]). Shared by what reports faults and the [`EventQueue`].
+///
+/// [V29]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v29
 #[derive(Debug)]
 pub struct FaultQueue {
     capacity: usize,

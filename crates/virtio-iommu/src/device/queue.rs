@@ -194,7 +194,9 @@ impl<B: Backing> RequestQueue<B> {
     /// wait, no further request is carried out; the poll only looks whether the wait is over.
     ///
     /// # Errors
-    /// The driver broke the ring; the device needs a reset (rule V30).
+    /// The driver broke the ring; the device needs a reset (rule [V30]).
+    ///
+    /// [V30]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v30
     pub fn poll(&mut self, mem: &impl Translate) -> Result<Progress, RingError> {
         self.poll_some(mem, usize::MAX)
     }

@@ -24,7 +24,9 @@ use super::{
 use crate::wire::{Features, IommuConfig, Properties, Request, Status};
 
 /// The features that this driver accepts of those on `offer` (the whole 64 bits or the device
-/// type's): all but the old BYPASS (rule V31).
+/// type's): all but the old BYPASS (rule [V31]).
+///
+/// [V31]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v31
 pub fn negotiate(offer: u64) -> Features {
     Features::from_bits_truncate(offer).difference(Features::BYPASS | Features::PROPOSED)
 }
@@ -55,7 +57,9 @@ pub struct DriverConfig {
     /// which may take as long as a disk that uses the memory: a limit is for transports that cannot
     /// detect whether the device is there.
     pub timeout: Option<Duration>,
-    /// The bytes of a page of this processor: a larger granule is refused (rule L66).
+    /// The bytes of a page of this processor: a larger granule is refused (rule [L66]).
+    ///
+    /// [L66]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l66
     pub cpu_page: u64,
 }
 
@@ -169,10 +173,12 @@ impl Driver {
 
     /// The regions of an endpoint that are not for mapping, in ascending order, from PROBE if there
     /// is one; and, if the device names no window for MSIs, the one that Linux uses: 1 MiB at
-    /// 0x800_0000 (rule L66).
+    /// 0x800_0000 (rule [L66]).
     ///
     /// # Errors
     /// As [`probe`](Self::probe), except that PROBE is not required.
+    ///
+    /// [L66]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l66
     pub fn reserved_regions(&self, endpoint: u32) -> Result<Vec<ReservedRegion>> {
         let mut regions = self.probed_regions(endpoint)?;
         add_software_msi(&mut regions);
@@ -192,7 +198,9 @@ impl Driver {
     /// Sets whether endpoints that are attached to nothing bypass the IOMMU.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without BYPASS_CONFIG (rule V32). Otherwise the transport's.
+    /// [`Error::Unsupported`] without BYPASS_CONFIG (rule [V32]). Otherwise the transport's.
+    ///
+    /// [V32]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v32
     pub fn set_bypass(&self, bypass: bool) -> Result<()> {
         if !self.features.contains(Features::BYPASS_CONFIG) {
             return Err(Error::Unsupported("the device has no bypass to set"));

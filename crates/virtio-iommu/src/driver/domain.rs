@@ -33,7 +33,7 @@ const fn seq_of(token: SyncToken) -> u64 {
 /// A domain of a virtio-iommu. Made by [`Driver::domain`].
 ///
 /// As long as no endpoint is attached, mappings are only noted; the first
-/// [`attach`](Self::attach) sends them all (rule L65).
+/// [`attach`](Self::attach) sends them all (rule [L65]).
 ///
 /// What the device refuses is reported: a MAP by the [`iotlb_sync_map`](Domain::iotlb_sync_map)
 /// of its range, and it is not mapped; an UNMAP by [`iotlb_sync`](Domain::iotlb_sync) or
@@ -42,6 +42,8 @@ const fn seq_of(token: SyncToken) -> u64 {
 /// long as it is refused.
 ///
 /// Dropping it detaches its endpoints, and waits for the device.
+///
+/// [L65]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l65
 pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
@@ -134,7 +136,7 @@ impl ViommuDomain {
         &self.driver
     }
 
-    /// Probes `endpoint` (rule V33) and attaches it, waiting for the device. Its reserved regions
+    /// Probes `endpoint` (rule [V33]) and attaches it, waiting for the device. Its reserved regions
     /// become part of the geometry.
     ///
     /// # Errors
@@ -142,6 +144,8 @@ impl ViommuDomain {
     /// of the endpoint's reserved regions; [`Error::Unsupported`] if it is attached to another
     /// domain. The endpoint is not attached then; or, if the device refused a mapping and then the
     /// DETACH, it may reach what the device did map, until it is detached or that is unmapped.
+    ///
+    /// [V33]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v33
     pub fn attach(&self, endpoint: u32) -> Result<()> {
         let regions = self.driver.probed_regions(endpoint)?;
         let mut state = self.settled();

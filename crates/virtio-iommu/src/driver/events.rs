@@ -42,11 +42,13 @@ impl EventReceiver {
     }
 
     /// Calls `each` with every record that arrived, and gives its buffer back to the device;
-    /// malformed records, and records to be ignored (rule V43), are skipped. True if the device
+    /// malformed records, and records to be ignored (rule [V43]), are skipped. True if the device
     /// wants a kick.
     ///
     /// # Errors
     /// The device broke the ring.
+    ///
+    /// [V43]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v43
     pub fn poll(&mut self, mut each: impl FnMut(FaultRecord)) -> Result<bool, RingError> {
         let mut given = false;
         // One round of the ring at most, so that a device that floods us does not keep us here.

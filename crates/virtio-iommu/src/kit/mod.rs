@@ -1,4 +1,4 @@
-//! The conformance kit: the device's rules (V1 to V30) as checks of any virtio-iommu.
+//! The conformance kit: the device's rules ([V1] to [V30]) as checks of any virtio-iommu.
 //!
 //! A [`Subject`] is a device and its environment: a driver that sends bytes, and, if there is one,
 //! an endpoint that tries accesses. [`run`] does the checks, each from a device reset, so that
@@ -9,6 +9,9 @@
 //! A check sees the device as a driver does: by statuses and used lengths, by the configuration, by
 //! what an endpoint reaches, by fault reports. Whether something is still mapped is tested by an
 //! access, or if the subject cannot make one, by a MAP over it.
+//!
+//! [V1]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v1
+//! [V30]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v30
 
 mod bench;
 mod checks;

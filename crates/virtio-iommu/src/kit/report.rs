@@ -77,7 +77,9 @@ impl Outcome {
 /// One check and how it ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// The number of the rule: 22 for V22.
+    /// The number of the rule: 22 for [V22].
+    ///
+    /// [V22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v22
     pub rule: u8,
     /// How much it binds.
     pub level: Level,

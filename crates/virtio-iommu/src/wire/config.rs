@@ -28,7 +28,9 @@ struct RawConfig {
 /// The contents of the configuration space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IommuConfig {
-    /// The page sizes; the lowest is the granule, others are hints (rule V2).
+    /// The page sizes; the lowest is the granule, others are hints (rule [V2]).
+    ///
+    /// [V2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v2
     pub page_sizes: PageSizes,
     /// The addresses that can be mapped, if INPUT_RANGE is negotiated.
     pub input_range: Range,
@@ -44,7 +46,9 @@ pub struct IommuConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// No page size is set (rule V2).
+    /// No page size is set (rule [V2]).
+    ///
+    /// [V2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v2
     #[error("page_size_mask is empty")]
     NoPageSize,
     /// The input range ends before it begins.
@@ -66,10 +70,12 @@ pub enum ConfigError {
 }
 
 impl IommuConfig {
-    /// Parses the configuration space. Bits 1 to 7 of `bypass` are ignored (rule V32).
+    /// Parses the configuration space. Bits 1 to 7 of `bypass` are ignored (rule [V32]).
     ///
     /// # Errors
     /// [`ConfigError`].
+    ///
+    /// [V32]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v32
     pub fn parse(bytes: &[u8; CONFIG_LEN]) -> Result<IommuConfig, ConfigError> {
         let raw: RawConfig = zerocopy::transmute!(*bytes);
         let page_sizes = PageSizes::new(raw.page_size_mask.get()).ok_or(ConfigError::NoPageSize)?;
@@ -114,7 +120,9 @@ impl IommuConfig {
 
     /// The value that a driver's write of `data` at `offset` gives to `bypass`; `None` if the write
     /// does not touch it or its value is neither 0 nor 1. All other fields are read-only
-    /// (rule V32).
+    /// (rule [V32]).
+    ///
+    /// [V32]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v32
     pub fn bypass_written(offset: usize, data: &[u8]) -> Option<bool> {
         match data.get(BYPASS_AT.checked_sub(offset)?)? {
             0 => Some(false),

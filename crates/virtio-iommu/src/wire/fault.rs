@@ -48,7 +48,9 @@ impl From<Fault> for FaultRecord {
 }
 
 impl FaultRecord {
-    /// The bytes of the record: reserved fields and undefined flags zero (rule V28).
+    /// The bytes of the record: reserved fields and undefined flags zero (rule [V28]).
+    ///
+    /// [V28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v28
     pub fn emit(&self) -> [u8; FAULT_LEN] {
         let address = if self.address.is_some() { F_ADDRESS } else { 0 };
         let flags = self.access.intersection(Prot::RW).bits() | address;
@@ -75,7 +77,9 @@ impl FaultRecord {
 
     /// Parses a record; `None` if it is too short or must be ignored because the bytes after the
     /// reason are not zero. The other reserved field and undefined flags are ignored, an unknown
-    /// reason is [`FaultReason::Unknown`] (rule V43).
+    /// reason is [`FaultReason::Unknown`] (rule [V43]).
+    ///
+    /// [V43]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v43
     pub fn parse(bytes: &[u8]) -> Option<FaultRecord> {
         let (raw, _) = RawFault::read_from_prefix(bytes).ok()?;
         if raw.reserved != [0; 3] {

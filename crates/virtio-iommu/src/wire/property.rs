@@ -27,7 +27,9 @@ fn emit(region: ReservedRegion) -> [u8; RESV_MEM_LEN] {
 }
 
 /// Fills `out` with the properties of an endpoint that has these `regions`, one directly after the
-/// other, the rest zero (rule V25). False, and `out` is left alone, if they do not fit.
+/// other, the rest zero (rule [V25]). False, and `out` is left alone, if they do not fit.
+///
+/// [V25]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v25
 #[must_use]
 pub fn write_properties(regions: &[ReservedRegion], out: &mut [u8]) -> bool {
     if regions.len() > out.len() / RESV_MEM_LEN {
@@ -42,9 +44,12 @@ pub fn write_properties(regions: &[ReservedRegion], out: &mut [u8]) -> bool {
 
 /// Iterates over the regions that the property bytes of a PROBE describe.
 ///
-/// Tolerant (rules V41, V42): a property with reserved header bits, an unknown type, or a short or
-/// invalid body is skipped and parsing goes on behind it; an unknown subtype counts as reserved.
+/// Tolerant (rules [V41], [V42]): a property with reserved header bits, an unknown type, or a short
+/// or invalid body is skipped and parsing goes on behind it; an unknown subtype counts as reserved.
 /// Parsing ends at a length that leads outside.
+///
+/// [V41]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v41
+/// [V42]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v42
 #[derive(Clone, Debug)]
 pub struct Properties<'a> {
     rest: &'a [u8],

@@ -91,7 +91,9 @@ pub enum ParseError {
     /// There are fewer bytes than the 4 of a head: how many.
     #[error("{0} bytes hold no request head")]
     NoHead(usize),
-    /// The type is unknown (rule V8).
+    /// The type is unknown (rule [V8]).
+    ///
+    /// [V8]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v8
     #[error("unknown request type {0}")]
     UnknownType(u8),
     /// The request is cut short.
@@ -102,10 +104,16 @@ pub enum ParseError {
         /// How long it is.
         len: usize,
     },
-    /// A reserved field that must be zero is not (rules V9, V21).
+    /// A reserved field that must be zero is not (rules [V9], [V21]).
+    ///
+    /// [V9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v9
+    /// [V21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v21
     #[error("reserved bytes of {0:?} are not zero")]
     Reserved(Kind),
-    /// A flag that does not exist (rules V9, V17).
+    /// A flag that does not exist (rules [V9], [V17]).
+    ///
+    /// [V9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v9
+    /// [V17]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v17
     #[error("unknown flags {flags:#x} of {kind:?}")]
     UnknownFlags {
         /// The request.
@@ -113,7 +121,9 @@ pub enum ParseError {
         /// All its flags.
         flags: u32,
     },
-    /// The range ends before it begins (rule V38).
+    /// The range ends before it begins (rule [V38]).
+    ///
+    /// [V38]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v38
     #[error("{kind:?} ends at {end:#x}, before it begins at {start:#x}")]
     EmptyRange {
         /// The request.
@@ -137,7 +147,10 @@ impl ParseError {
         }
     }
 
-    /// The status to complete with; `None` where the buffer is to be returned unwritten (rule V8).
+    /// The status to complete with; `None` where the buffer is to be returned unwritten (rule
+    /// [V8]).
+    ///
+    /// [V8]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v8
     pub const fn status(self) -> Option<Status> {
         match self {
             ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
@@ -208,7 +221,13 @@ impl Request {
     ///
     /// # Errors
     /// [`ParseError`]. Reserved bytes are checked where the specification lets a device do so:
-    /// ATTACH (rule V9) and UNMAP (rule V21), not DETACH (V13) and PROBE (V24); and in IOTLB_FLUSH.
+    /// ATTACH (rule [V9]) and UNMAP (rule [V21]), not DETACH ([V13]) and PROBE ([V24]); and in
+    /// IOTLB_FLUSH.
+    ///
+    /// [V9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v9
+    /// [V21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v21
+    /// [V13]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v13
+    /// [V24]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v24
     pub fn parse(bytes: &[u8]) -> Result<Request, ParseError> {
         let len = bytes.len();
         if len < 4 {
@@ -259,8 +278,10 @@ impl Request {
         }
     }
 
-    /// Writes the device-readable bytes to the front of `out`, reserved fields zero (rule V34), and
-    /// returns how many there are: [`Kind::request_len`].
+    /// Writes the device-readable bytes to the front of `out`, reserved fields zero (rule [V34]),
+    /// and returns how many there are: [`Kind::request_len`].
+    ///
+    /// [V34]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v34
     #[inline(always)]
     pub fn emit(&self, out: &mut [u8; MAX_REQUEST_LEN]) -> usize {
         let (kind, head_reserved) = (self.kind() as u8, [0; 3]);
@@ -382,15 +403,19 @@ impl From<Unmap> for Request {
     }
 }
 
-/// The tail with `status`, reserved bytes zero (rule V7).
+/// The tail with `status`, reserved bytes zero (rule [V7]).
+///
+/// [V7]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v7
 pub const fn emit_tail(status: Status) -> [u8; TAIL_LEN] {
     [status as u8, 0, 0, 0]
 }
 
-/// The status that a tail holds, its reserved bytes ignored (rule V34).
+/// The status that a tail holds, its reserved bytes ignored (rule [V34]).
 ///
 /// # Errors
 /// The byte, where it is no status.
+///
+/// [V34]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v34
 pub fn parse_tail(tail: [u8; TAIL_LEN]) -> Result<Status, u8> {
     Status::from_u8(tail[0]).ok_or(tail[0])
 }

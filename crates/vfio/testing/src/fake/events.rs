@@ -4,7 +4,9 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
-    /// Pages were pinned in one call, at most 512 (rule L52).
+    /// Pages were pinned in one call, at most 512 (rule [L52]).
+    ///
+    /// [L52]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l52
     Pinned {
         /// The address of the first page in the process.
         vaddr: u64,
@@ -51,14 +53,18 @@ pub enum Event {
         /// How many.
         pages: u64,
     },
-    /// Two pages were mapped and one unmapped, to see whether only that one goes (rule L58).
+    /// Two pages were mapped and one unmapped, to see whether only that one goes (rule [L58]).
+    ///
+    /// [L58]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l58
     Probed {
         /// Which IOMMU.
         iommu: u32,
         /// Whether both went.
         both: bool,
     },
-    /// Holders of external pins were notified that they must release them (rule L62).
+    /// Holders of external pins were notified that they must release them (rule [L62]).
+    ///
+    /// [L62]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l62
     Notified {
         /// The mapping.
         iova: u64,

@@ -19,7 +19,9 @@ pub enum Kind {
     /// Ordinary memory that must not be written: pinning it for writing is EFAULT.
     ReadOnly,
     /// Device memory or other pages that are not ordinary memory (PFNMAP, reserved): neither
-    /// charged nor unpinned (rule L54).
+    /// charged nor unpinned (rule [L54]).
+    ///
+    /// [L54]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l54
     Reserved,
     /// Nothing: pinning it is EFAULT.
     Absent,

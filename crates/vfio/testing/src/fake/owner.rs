@@ -50,7 +50,9 @@ impl Owner {
     }
 
     /// Grants or revokes `CAP_IPC_LOCK`. Existing mappings keep the state at the time of their map
-    /// (rule L53).
+    /// (rule [L53]).
+    ///
+    /// [L53]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l53
     pub fn set_capable(&self, capable: bool) {
         self.0.lock().capable = capable;
     }

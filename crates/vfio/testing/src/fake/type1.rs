@@ -42,9 +42,13 @@ const BITMAP_BYTES: u64 = 1 << 28;
 pub struct FakeConfig {
     /// How many mappings there may be at once.
     pub budget: u32,
-    /// Whether it is a type1v1 container, in which UNMAP differs (rule L55).
+    /// Whether it is a type1v1 container, in which UNMAP differs (rule [L55]).
+    ///
+    /// [L55]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l55
     pub v1: bool,
-    /// Whether huge pages are enabled: pages are pinned in batches (rule L52).
+    /// Whether huge pages are enabled: pages are pinned in batches (rule [L52]).
+    ///
+    /// [L52]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l52
     pub huge_pages: bool,
     /// Whether groups without interrupt remapping may be attached (`allow_unsafe_interrupts`).
     pub unsafe_interrupts: bool,
@@ -71,10 +75,13 @@ impl Default for FakeConfig {
     }
 }
 
-/// A type1 container in this process (rules L51-L63). A clone is the same one.
+/// A type1 container in this process (rules [L51]-[L63]). A clone is the same one.
 ///
 /// Until a group is [attached](Self::attach) everything is EINVAL, as with a container without an
 /// IOMMU. [`Type1::default`] has a group.
+///
+/// [L51]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l51
+/// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
 #[derive(Clone)]
 pub struct Type1 {
     v1: bool,

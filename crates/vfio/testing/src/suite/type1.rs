@@ -24,7 +24,7 @@ struct Bench<'a, K> {
     base: u64,
 }
 
-/// Checks the rules L51-L63 as far as `kernel` shows them, a type1v2 container with a
+/// Checks the rules [L51]-[L63] as far as `kernel` shows them, a type1v2 container with a
 /// group in it, nothing mapped, and no device that does DMA.
 ///
 /// The checks map memory of their own and unmap everything afterwards.
@@ -32,6 +32,9 @@ struct Bench<'a, K> {
 /// # Errors
 /// The kernel's, if no check could begin: its info cannot be read, or memory cannot be mapped.
 /// EINVAL if it supports no page size, ENOSPC if no range is wide enough.
+///
+/// [L51]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l51
+/// [L63]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l63
 pub fn type1<K: Type1Kernel>(kernel: &K) -> KernelResult<Vec<Outcome>> {
     let info = kernel.info()?;
     let page = 1_u64.checked_shl(info.page_sizes.trailing_zeros()).ok_or(Errno::INVAL)?;

@@ -14,7 +14,9 @@ use crate::wire::{CONFIG_LEN, Features, MAX_REQUEST_LEN, Properties, Request, St
 /// One requirement on a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Check {
-    /// The number of the rule: 22 for V22.
+    /// The number of the rule: 22 for [V22].
+    ///
+    /// [V22]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v22
     pub rule: u8,
     /// How much it binds.
     pub level: Level,

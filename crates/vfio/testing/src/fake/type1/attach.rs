@@ -34,7 +34,9 @@ pub struct Group {
     pub reserved: Vec<ReservedRegion>,
     /// Page sizes, as a bitmap.
     pub page_sizes: u64,
-    /// Whether unmapping a page removes all of the larger page that it lies in (rule L58).
+    /// Whether unmapping a page removes all of the larger page that it lies in (rule [L58]).
+    ///
+    /// [L58]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l58
     pub superpages: bool,
     /// Whether its interrupts are remapped.
     pub remaps_interrupts: bool,
@@ -85,12 +87,15 @@ pub(super) enum MemberKind {
 }
 
 impl Type1 {
-    /// Attaches a group, maps for it all that is mapped, and narrows what may be mapped (rule L61).
+    /// Attaches a group, maps for it all that is mapped, and narrows what may be mapped (rule
+    /// [L61]).
     ///
     /// # Errors
     /// EBUSY while addresses are marked invalid; EINVAL if it is attached already, or where its
     /// aperture or reserved regions conflict with mappings; EPERM without interrupt remapping;
     /// ENOMEM and EFAULT as MAP. Nothing has changed then.
+    ///
+    /// [L61]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l61
     pub fn attach(&self, group: &Group) -> KernelResult<()> {
         self.state.lock().attach(group, self.unsafe_interrupts, self.runs)
     }

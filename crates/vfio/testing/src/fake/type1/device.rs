@@ -55,8 +55,10 @@ impl Type1 {
     /// An emulated device reads memory through the kernel (`vfio_dma_rw`).
     ///
     /// # Errors
-    /// EBUSY while an address is marked invalid (rule L59), EINVAL where nothing is mapped, EPERM
+    /// EBUSY while an address is marked invalid (rule [L59]), EINVAL where nothing is mapped, EPERM
     /// without READ, EFAULT where the memory is pretended.
+    ///
+    /// [L59]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l59
     pub fn rw_read(&self, iova: u64, into: &mut [u8]) -> KernelResult<()> {
         self.state.lock().kernel_pieces(iova, into.len(), false, |at, piece, _| {
             // SAFETY: as in `dma_read`.

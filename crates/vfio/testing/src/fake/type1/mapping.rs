@@ -23,7 +23,9 @@ pub(super) struct Mapping {
     pub(super) capable: bool,
     /// How many pages are charged.
     pub(super) charged: u64,
-    /// Whether the address is marked invalid (rule L59).
+    /// Whether the address is marked invalid (rule [L59]).
+    ///
+    /// [L59]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l59
     pub(super) invalid: bool,
     /// Whether it is in the IOMMUs' tables.
     pub(super) mapped: bool,
