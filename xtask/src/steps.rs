@@ -4,7 +4,7 @@ use std::{
     cell::{OnceCell, RefCell},
     collections::BTreeSet,
     env,
-    path::Path,
+    path::{Path, PathBuf},
     process::Command,
     time::Instant,
 };
@@ -360,6 +360,21 @@ fn published() -> Result<()> {
     let target = target("packages")?;
     if Path::new(&target).exists() {
         std::fs::remove_dir_all(&target)?;
+    }
+    // So it does with what it has unpacked of them, from its own registry of a workspace's packages.
+    let home = env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(env::home_dir()?.join(".cargo")));
+    let registries = home.and_then(|home| std::fs::read_dir(home.join("registry/src")).ok());
+    for registry in registries.into_iter().flatten() {
+        let registry = registry?;
+        if registry.file_name().as_encoded_bytes().starts_with(b"-") {
+            for package in std::fs::read_dir(registry.path())? {
+                let package = package?;
+                if package.file_name().as_encoded_bytes().starts_with(b"ringfence") {
+                    std::fs::remove_dir_all(package.path())?;
+                }
+            }
+        }
     }
     cargo(&arguments, &[("CARGO_TARGET_DIR", &target)])
 }

@@ -51,6 +51,14 @@ impl Program {
         here.any(|moving| self.may_move(moving))
     }
 
+    /// Whether a write to `addr` may change bytes that may change at any time.
+    fn leads_to_moving(&self, addr: u64) -> bool {
+        match self.set.verdict(addr, true) {
+            Verdict::Must(gpa) | Verdict::May(gpa) | Verdict::Stale(gpa) => self.moves(gpa),
+            Verdict::Never => false,
+        }
+    }
+
     /// Has the device try everything of interest, from both workers.
     pub(crate) fn check(&mut self) -> Result<(), String> {
         if let Some(violation) = self.rig.history.violations().first() {
@@ -128,7 +136,7 @@ impl Program {
                 all.push(read(to - 3, len as usize));
             }
         }
-        // Slots, whoever has them or had them last.
+        // Slots, whichever mapping has them or had them last.
         for slot in self.rig.history.slots().into_iter().take(8) {
             let middle = slot.iova + slot.len / 2;
             all.extend([slot.iova, middle, slot.iova + (slot.len - 8)].map(|addr| read(addr, 8)));
@@ -151,6 +159,11 @@ impl Program {
             };
             all.push(read(if draw & 1 << 61 == 0 { near } else { draw }, 1));
         }
+        // I/O under way writes there, and an address that was another's before may lead there, too.
+        all.retain(|touch| {
+            let mut addrs = (0..touch.len as u64).map(|n| touch.addr.wrapping_add(n));
+            !touch.writes() || !addrs.any(|addr| self.leads_to_moving(addr))
+        });
         if few {
             // No message refuses one access to what is mapped for another: it takes time, and few are tried.
             all.retain(|touch| {
@@ -171,7 +184,7 @@ impl Program {
             let verdict_at = |n: usize| {
                 let addr = touch.addr + n as u64;
                 match self.set.verdict(addr, write) {
-                    // A slot stays mapped, whoever has it.
+                    // A slot stays mapped, whichever mapping has it.
                     Verdict::Never => {
                         let slot = self.rig.history.in_slot(addr, wanted);
                         slot.map_or(Verdict::Never, Verdict::May)
