@@ -5,8 +5,16 @@ mod common;
 use common::{Place, number};
 use serde_json::Value;
 
-const NAMES: [&str; 7] =
-    ["ringfence", "rbtree", "bitmap", "magazines", "vm-allocator", "btreemap", "control"];
+const NAMES: [&str; 8] = [
+    "ringfence",
+    "unchecked",
+    "rbtree",
+    "bitmap",
+    "magazines",
+    "vm-allocator",
+    "btreemap",
+    "control",
+];
 
 /// The shortest possible run.
 const SHORT: [&str; 7] = ["bench", "iova", "--repeat", "2", "--budget", "0.5", "--quiet"];

@@ -127,8 +127,10 @@ impl Default for SlabConfig {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
+/// `CHECKED` is always true, but in the benchmark that measures what the checks cost.
+///
 /// [L11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l11
-pub struct Slabs<C: CpuId> {
+pub struct Slabs<C: CpuId, const CHECKED: bool = true> {
     aperture: Aperture,
     shift: u32,
     /// The last granule that any range may contain.
@@ -167,6 +169,20 @@ impl<C: CpuId> Slabs<C> {
 
     /// As [`new`](Self::new), set up by `config`.
     pub fn with_config(aperture: Aperture, cpu: C, config: SlabConfig) -> Self {
+        Self::make(aperture, cpu, config)
+    }
+}
+
+impl<C: CpuId> Slabs<C, false> {
+    /// One that believes each free, keeps no record of sizes and never cuts off tails.
+    #[doc(hidden)]
+    pub fn unchecked(aperture: Aperture, cpu: C, config: SlabConfig) -> Self {
+        Self::make(aperture, cpu, config)
+    }
+}
+
+impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
+    fn make(aperture: Aperture, cpu: C, config: SlabConfig) -> Self {
         let granules = aperture.high - aperture.low;
         let largest_slab = match config.largest_slab {
             Some(bytes) => (bytes >> aperture.granule().trailing_zeros()).checked_ilog2(),
@@ -301,7 +317,7 @@ fn zones(aperture: &Aperture, limits: &[u64]) -> [u64; MAX_ZONES] {
     ::core::array::from_fn(|zone| ends.get(zone).copied().unwrap_or(aperture.high))
 }
 
-impl<C: CpuId> Allocator for Slabs<C> {
+impl<C: CpuId, const CHECKED: bool> Allocator for Slabs<C, CHECKED> {
     #[inline]
     fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
         match self.alloc_hot(request) {
@@ -399,7 +415,7 @@ impl<C: CpuId> Allocator for Slabs<C> {
     }
 }
 
-impl<C: CpuId> fmt::Debug for Slabs<C> {
+impl<C: CpuId, const CHECKED: bool> fmt::Debug for Slabs<C, CHECKED> {
     ringfence_sync::shows!(
         Slabs as it, aperture: it.aperture, placement: it.placement, stats: it.stats()
     );

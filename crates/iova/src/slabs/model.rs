@@ -520,7 +520,7 @@ fn a_free_of_the_wrong_size_is_refused_while_the_trimmed_range_ends() {
         slab.add_free_as_current(1 << 1);
         slab.own_trimmed(0, 3);
         let theirs = Arc::clone(&slab);
-        let wrong = thread::spawn(move || theirs.give(key, 0, &mut 0));
+        let wrong = thread::spawn(move || theirs.give::<true>(key, 0, &mut 0));
         slab.disown_trimmed(0);
         assert_eq!(wrong.join().expect("it does not panic"), Freed::Unclear);
         assert_eq!(slab.free() & !slab.owned(), 0, "a range that is not the slab's is free");

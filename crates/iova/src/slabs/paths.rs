@@ -2,7 +2,7 @@
 
 use super::*;
 
-impl<C: CpuId> Slabs<C> {
+impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
     #[inline]
     fn this_cpu(&self) -> (usize, &Cpu) {
         // The number is only a hint, so the index is checked.
@@ -75,7 +75,7 @@ impl<C: CpuId> Slabs<C> {
             self.put_back(slab, slot);
             return None;
         }
-        if odd {
+        if CHECKED && odd {
             slab.note_odd(slot, count as u32);
         }
         cpu.count_alloc();
@@ -121,7 +121,7 @@ impl<C: CpuId> Slabs<C> {
             .filter(|_| !(odd && self.tight.load(Ordering::Relaxed)))
             .and_then(|(class, _)| Some((class, self.highest_zone(wanted.limit)?)));
         let taken = |(slab, slot): (Handle, u32)| {
-            if odd {
+            if CHECKED && odd {
                 slab.note_odd(slot, wanted.count as u32);
             }
             slab.key().number(slot)
@@ -170,8 +170,11 @@ impl<C: CpuId> Slabs<C> {
 
     /// Cuts tails off, and allows no new ones until there is room again.
     pub(super) fn trim(&self, core: &mut Core) {
-        self.tight.store(true, Ordering::Relaxed);
-        core.trim();
+        // Without the sizes no tail is known.
+        if CHECKED {
+            self.tight.store(true, Ordering::Relaxed);
+            core.trim();
+        }
     }
 
     /// Takes a range from a slab that the CPU has.
@@ -240,7 +243,7 @@ impl<C: CpuId> Slabs<C> {
     }
 
     /// Takes over a slab from another CPU's list, and a range from it. Under the core's lock, so that
-    /// whoever takes back what all CPUs keep misses none.
+    /// a thread that takes back what all CPUs keep misses none.
     fn take_over(&self, core: &mut Core, bin: Bin) -> Option<(Handle, u32)> {
         let (mine, cpu) = self.this_cpu();
         (0..self.cpus.len()).filter(|other| *other != mine).find_map(|other| {
@@ -276,7 +279,7 @@ impl<C: CpuId> Slabs<C> {
     #[inline(always)]
     pub(super) fn free_hot(&self, iova: u64, size: u64, odd: &mut u32) -> bool {
         let Some((class, count)) = self.class_of(size) else { return false };
-        if count != 1 << class {
+        if CHECKED && count != 1 << class {
             *odd = count as u32;
         }
         // The number of the range among those of its class.
@@ -287,7 +290,7 @@ impl<C: CpuId> Slabs<C> {
         let (region, slot) = (range >> SLOT_BITS, range as u32 & (SLOTS - 1));
         let Some(slab) = self.indexes[class as usize].get(region) else { return false };
         let key = Key::at(region, class);
-        match slab.give(key, slot, odd) {
+        match slab.give::<CHECKED>(key, slot, odd) {
             Freed::Done { last } => {
                 if last {
                     self.settle(slab, key);
@@ -313,7 +316,7 @@ impl<C: CpuId> Slabs<C> {
         let (key, slot) = (Key::of(number, class), slot_of(number, class));
         loop {
             let freed = match index.get(key.region()) {
-                Some(slab) => (slab, slab.give(key, slot, &mut odd)),
+                Some(slab) => (slab, slab.give::<CHECKED>(key, slot, &mut odd)),
                 None => return self.free_exact(iova, size, number, count),
             };
             match freed {

@@ -23,10 +23,10 @@
 //! again.
 //!
 //! **Orderings.** In use, the word is changed by read-modify-writes alone, so that each change goes on
-//! with the releases before it, and whoever acquires it has all of them. A free releases the range to
-//! whoever takes it. The key changes, and ranges cease to be owned, between two versions of the word:
-//! whoever decides by an older state of them fails in the exchange. A range that comes to be owned is
-//! published with its size by `owned`; a size is cleared by an exchange, once.
+//! with the releases before it, and a thread that acquires it has all of them. A free releases the
+//! range to its next owner. The key changes, and ranges cease to be owned, between two versions of
+//! the word: a thread that decides by an older state of them fails in the exchange. A range that
+//! comes to be owned is published with its size by `owned`; a size is cleared by an exchange, once.
 
 use core::{
     fmt,
@@ -200,9 +200,10 @@ impl Slab {
     }
 
     /// Frees a range, if that is simple. `odd`: the size passed to [`note_odd`](Self::note_odd),
-    /// else 0; set to 0 once the size has been checked and cleared.
+    /// else 0; set to 0 once the size has been checked and cleared. Unless `CHECKED`, the caller has the
+    /// range, and its size was not recorded.
     #[inline]
-    pub(super) fn give(&self, key: Key, slot: u32, odd: &mut u32) -> Freed {
+    pub(super) fn give<const CHECKED: bool>(&self, key: Key, slot: u32, odd: &mut u32) -> Freed {
         // Acquire: what is read below belongs to this word's slab or to a later one; in the latter
         // case the exchange fails, as the version has changed.
         let mut word = self.word.load(Ordering::Acquire);
@@ -210,14 +211,15 @@ impl Slab {
             let bit = 1u32 << slot;
             // Acquire: the size of an owned range is seen.
             //
-            // Ordering: who frees what it has been given has the size from there. For a free of what it does
-            // not have, of a range that becomes the slab's meanwhile, it is needed; no model has that.
+            // Ordering: a thread that frees what it has been given has the size from there. For a
+            // free of what it does not have, of a range that becomes the slab's meanwhile, it is
+            // needed; no model has that.
             let owned = self.owned.load(Ordering::Acquire);
-            let known = word & FROZEN == 0 && self.key() == key;
-            if !known || owned & bit == 0 || word as u32 & bit != 0 {
+            let known = || self.key() == key && owned & bit != 0 && word as u32 & bit == 0;
+            if word & FROZEN != 0 || CHECKED && !known() {
                 return Freed::Unclear;
             }
-            if key.class() > 1 && !self.forget_odd(slot, odd) {
+            if CHECKED && key.class() > 1 && !self.forget_odd(slot, odd) {
                 return Freed::Unclear;
             }
             if word & ATTACHED == 0 {

@@ -34,6 +34,31 @@ fn what_is_allocated_in_turn_lies_side_by_side() {
 }
 
 #[test]
+fn without_checks_what_is_freed_is_free_again() {
+    let slabs = Slabs::unchecked(aperture(32), OneCpu, SlabConfig::default());
+    for _ in 0..3 {
+        // Until nothing fits: tails are not cut off.
+        let sizes = (1..=64).cycle().map(|count| count * PAGE);
+        let mut taken = Vec::new();
+        for size in sizes {
+            let Ok(iova) = slabs.alloc(&Request::new(size)) else { break };
+            taken.push((iova, size));
+        }
+        let mut places = taken.clone();
+        places.sort_unstable();
+        assert!(places.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+        // In another order than they came in.
+        let (odd, even): (Vec<_>, Vec<_>) =
+            taken.chunks(3).partition(|chunk| chunk[0].1 & PAGE != 0);
+        for (iova, size) in odd.into_iter().chain(even).flatten() {
+            slabs.free(*iova, *size).unwrap();
+        }
+        slabs.drain();
+        assert_eq!(slabs.stats().live_bytes, 0);
+    }
+}
+
+#[test]
 fn every_class_from_a_granule_to_a_gibibyte_has_slabs_and_what_is_larger_has_not() {
     // rule L1
     let slabs = one_cpu(48);

@@ -64,7 +64,7 @@ pub const SHEET: Sheet = Sheet {
         title: "alloc and free",
         operation: "one alloc and one free, of a thread's CPU time (with several, of the wall's)",
         against: &[Against::PEERS],
-        others: &["control"],
+        others: &["unchecked", "control"],
         counts: &[
             Figure::new("failures", "requests that failed, of those that were checked", 1.0),
             Figure::new("failures_with_hole", "although a hole was free", 1.0),
@@ -85,6 +85,7 @@ pub const SHEET: Sheet = Sheet {
 
 const LEGEND: &str = "  rows      pattern/live/size in granules/threads; live: ranges that are allocated meanwhile; 48%: a 32-bit space
             filled with blocks of 16 granules and random ones freed (48%x1: of 1 granule)
+  unchecked ours without its checks: each free is believed, and the sizes of ranges are not recorded
   p99       of single operations, timed one by one; worst: whatever interrupted it included
   scaling   what several threads get done against what one does; that of `control` (two atomics on a line of the
             thread's own instead of an allocator) is what this machine can do

@@ -7,8 +7,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_iova::{Allocator, Aperture, Placement, Request};
-use ringfence_sync::CachePadded;
+use ringfence_iova::{Allocator, Aperture, Placement, Request, SlabConfig, Slabs};
+use ringfence_sync::{CachePadded, cpu::OsCpu};
 use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 
 use super::GRANULE;
@@ -43,6 +43,8 @@ named! {
     Implementation, "unknown allocator {:?}: there are {}":
     /// Ours, the base of ratios.
     Ringfence = "ringfence",
+    /// Ours without its checks: each free is believed, and no size is recorded.
+    Unchecked = "unchecked",
     /// The red-black tree alone.
     RbTree = "rbtree",
     /// The bitmap, next fit.
@@ -75,6 +77,11 @@ impl Implementation {
             |kind: AllocatorKind| Contender::Allocator(kind.make(aperture, Placement::default()));
         match self {
             Implementation::Ringfence => own(AllocatorKind::Ringfence),
+            Implementation::Unchecked => Contender::Allocator(Box::new(Slabs::unchecked(
+                aperture,
+                OsCpu::new(),
+                SlabConfig::default(),
+            ))),
             Implementation::RbTree => own(AllocatorKind::RbTree),
             Implementation::Bitmap => own(AllocatorKind::Bitmap),
             Implementation::Magazines => own(AllocatorKind::Magazines),
