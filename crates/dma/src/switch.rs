@@ -12,6 +12,7 @@ use ringfence_sync::mutant;
 
 use crate::{
     Device, FlushTuning, Policy, QueueKind, SetupError, SwitchError, TimerKind, TuningError,
+    error::errno,
     flush::{Shape, bound_ns},
     mode::Mode,
     shared::Shared,
@@ -26,8 +27,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// concurrent unmap follows either policy.
     ///
     /// A change to a strict policy succeeds only when nothing that was unmapped before is
-    /// reachable. If its flush fails, every later call with a strict policy, even the one in force,
-    /// flushes again, and fails until that holds.
+    /// reachable; an unmap that failed has said so, and its IOVA is quarantined. If its flush fails,
+    /// every later call with a strict policy, even the one in force, flushes again, and fails until
+    /// that holds.
     ///
     /// Each kind of flush queue keeps the tuning that was last set for it.
     ///
@@ -58,21 +60,28 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Some(kind) if before.queue_kind() == Some(kind) && !control.unflushed => {
                 let bounds_bytes = shared.mode.get().bounds_bytes;
                 shared.mode.set(Mode { policy, bounds_bytes });
+                control.fallback = None;
             }
             Some(kind) => {
-                shared.start_timer().map_err(|error| SwitchError::Thread(error.kind()))?;
+                shared.start_timer().map_err(|error| SwitchError::Thread(errno(&error)))?;
                 let tuning = control.tunings[kind as usize];
                 let result = shared.queue_as(policy, &tuning, &mut control.unflushed);
                 if shared.mode.get().policy == policy {
                     control.kind = kind;
+                    control.fallback = None;
                 }
                 result?;
             }
             // Entries that an earlier change could not flush are still reachable, whatever is in
             // force now.
-            None => shared.stop_queueing(policy).map_err(SwitchError::Flush)?,
+            None => {
+                let stopped = shared.stop_queueing(policy);
+                // It is in force in any case.
+                control.fallback = None;
+                stopped.map_err(SwitchError::Flush)?;
+                control.unflushed = false;
+            }
         }
-        control.fallback = None;
         Ok(())
     }
 
@@ -119,7 +128,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         self.prepare(policy);
         if let Some(kind) = policy.queue_kind() {
             let tuning = self.control.lock().tunings[kind as usize];
-            self.start_timer().map_err(|error| SetupError::Thread(error.kind()))?;
+            self.start_timer().map_err(|error| SetupError::Thread(errno(&error)))?;
             self.queue_as(policy, &tuning, &mut false)?;
         }
         Ok(())

@@ -5,7 +5,7 @@ mod common;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU8, Ordering},
     },
     thread,
 };
@@ -17,13 +17,13 @@ use common::{
 use proptest::prelude::*;
 use ringfence_iommu::{
     Domain, Error, Fault, FaultReason, FaultSink, Gather, Iova, Prot, Range, ReservedKind,
-    ReservedRegion,
+    ReservedRegion, Work,
 };
 use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
     device::{EventQueue, FaultQueue},
     driver::{Buffers, Driver, DriverConfig, EventReceiver, Notify, Transport},
-    wire::{Kind, MAX_REQUEST_LEN, Request, Status, write_properties},
+    wire::{Features, Kind, MAX_REQUEST_LEN, Request, Status, write_properties},
 };
 use ringfence_virtq::{Chain, testing};
 
@@ -229,6 +229,71 @@ fn an_endpoint_that_cannot_be_detached_after_a_failed_attach_still_counts() {
 }
 
 #[test]
+fn an_endpoint_that_a_failing_device_may_have_attached_still_counts() {
+    // rule L65
+    let at_detach = AtomicU8::new(Status::Inval as u8);
+    let reply = |status| (4, vec![status, 0, 0, 0]);
+    let device = |request: Request, room| match request {
+        Request::Attach { endpoint: 1, .. } => reply(Status::DevErr as u8),
+        Request::Detach { endpoint: 1, .. } => reply(at_detach.load(Ordering::Relaxed)),
+        _ => ok(room),
+    };
+    against(fresh(), device, |link| {
+        let (domain, other) = (link.driver.domain().unwrap(), link.driver.domain().unwrap());
+        let failed = Some(Status::DevErr as u8);
+        assert_eq!(refused(other.attach(1)), failed);
+        // That was none of its domain's: the device says that it is not attached.
+        at_detach.store(Status::DevErr as u8, Ordering::Relaxed);
+        map(&domain, page(1), 0).unwrap();
+        domain.attach(2).unwrap();
+        assert_eq!(refused(domain.attach(1)), failed);
+        domain.detach(2).unwrap();
+        // The device may still have the domain, with its first endpoint.
+        let before = link.driver.stats().unmaps;
+        domain.unmap(page(1), &mut Gather::new()).unwrap();
+        assert_eq!(link.driver.stats().unmaps, before + 1);
+        assert!(matches!(other.attach(1), Err(Error::Unsupported(_))));
+        at_detach.store(Status::Ok as u8, Ordering::Relaxed);
+        domain.detach(1).unwrap();
+        assert_eq!(refused(other.attach(1)), failed);
+    });
+}
+
+#[test]
+fn a_refused_unmap_of_a_lazy_domain_fails_each_flush_until_one_behind_it_succeeds() {
+    let [at_unmap, at_flush] = [(); 2].map(|()| AtomicBool::new(false));
+    let reply = |room, fails: &AtomicBool| match fails.load(Ordering::Relaxed) {
+        true => (4, vec![Status::DevErr as u8, 0, 0, 0]),
+        false => ok(room),
+    };
+    let device = |request: Request, room| match request.kind() {
+        Kind::Unmap => reply(room, &at_unmap),
+        Kind::IotlbFlush => reply(room, &at_flush),
+        _ => ok(room),
+    };
+    let bench = Bench::new();
+    let features = all_features() | Features::PROPOSED;
+    against(link(16, bench.config(), features, options()), device, |link| {
+        let domain = link.driver.lazy_domain().unwrap();
+        domain.attach(1).unwrap();
+        map(&domain, page(1), 0).unwrap();
+        at_unmap.store(true, Ordering::Relaxed);
+        domain.unmap(page(1), &mut Gather::queued()).unwrap();
+        let earlier = domain.sync_begin(Work::All).unwrap();
+        domain.sync_wait(earlier);
+        // Another thread's flush: its UNMAP succeeds, and then the device does not invalidate.
+        at_unmap.store(false, Ordering::Relaxed);
+        at_flush.store(true, Ordering::Relaxed);
+        assert_eq!(refused(domain.flush_iotlb_all()), Some(Status::DevErr as u8));
+        let mut failed = Vec::new();
+        assert!(domain.sync_poll(earlier, Work::All, &mut |range, _| failed.push(range)));
+        assert_eq!(failed, [page(1)]);
+        at_flush.store(false, Ordering::Relaxed);
+        assert_eq!(domain.flush_iotlb_all().map(drop), Ok(()));
+    });
+}
+
+#[test]
 fn properties_are_parsed_with_tolerance() {
     // rule V41
     let device = |request: Request, room: u64| match request {
@@ -285,7 +350,7 @@ fn a_granule_above_a_page_and_memory_too_small_are_refused() {
     };
     let needed = Driver::buffer_bytes(16, &config) as u64;
     assert!(make(config, needed).is_ok());
-    assert!(matches!(make(config, needed - 1), Err(Error::NoMemory)));
+    assert!(matches!(make(config, needed - 1), Err(Error::Unsupported(_))));
     let page_sizes = ringfence_iommu::PageSizes::from_granule(1 << 16).unwrap();
     let large = ringfence_virtio_iommu::wire::IommuConfig { page_sizes, ..config };
     assert!(matches!(make(large, needed), Err(Error::Unsupported(_))));

@@ -115,8 +115,8 @@ impl Driver {
     /// A driver for a device with `config` and the negotiated `features`, over its request queue.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]: the granule is larger than a page, a queue of one descriptor.
-    /// [`Error::NoMemory`]: `buffers` is too small, or passes the end of the device's addresses.
+    /// [`Error::Unsupported`]: the granule is larger than a page, a queue of one descriptor, or
+    /// `buffers` is too small or passes the end of the device's addresses.
     pub fn new(
         transport: Arc<dyn Transport>,
         queue: Queue,
@@ -133,7 +133,9 @@ impl Driver {
         }
         let needed = Self::buffer_bytes(queue.size(), &config);
         if buffers.window.len() < needed || buffers.addr.checked_add(needed as u64).is_none() {
-            return Err(Error::NoMemory);
+            return Err(Error::Unsupported(
+                "buffers of fewer than Driver::buffer_bytes, or past the device's addresses",
+            ));
         }
         let fresh = match features.contains(Features::DOMAIN_RANGE) {
             true => config.domain_range.0..=config.domain_range.1,
@@ -166,7 +168,8 @@ impl Driver {
         let _one_at_a_time = self.probing.lock();
         let size = self.config.probe_size as usize;
         let seq = self.put(|ring| ring.submit_probe(endpoint, size))?;
-        refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)?;
+        let status = self.waiting.result(seq, &*self.transport)?;
+        refused("name the reserved regions of", status)?;
         let bytes = self.waiting.ring()?.properties(size);
         Ok(Properties::new(&bytes).collect())
     }
@@ -270,15 +273,15 @@ impl Driver {
         }
     }
 
-    /// Sends a request and waits for its reply.
-    pub(super) fn call(&self, request: &Request) -> Result<()> {
+    /// Sends a request and waits for its reply; `operation` is for the error.
+    pub(super) fn call(&self, operation: &'static str, request: &Request) -> Result<()> {
         let seq = self.send(request, Sent::Sync)?;
-        self.result(seq)
+        self.result(operation, seq)
     }
 
     /// Waits for the reply to the request `seq`, sent as [`Sent::Sync`].
-    pub(super) fn result(&self, seq: u64) -> Result<()> {
-        refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)
+    pub(super) fn result(&self, operation: &'static str, seq: u64) -> Result<()> {
+        refused(operation, self.waiting.result(seq, &*self.transport)?)
     }
 
     /// Kicks; returns the number of the last request in the ring, completed or not; 0 if there
@@ -310,7 +313,7 @@ impl Driver {
     /// The result of the IOTLB_FLUSH `seq`, which is completed; returned once.
     pub(super) fn flushed(&self, seq: u64) -> Result<()> {
         let status = self.waiting.ring()?.result(seq);
-        status.map_or(Ok(()), |status| refused(status, Range::ALL))
+        status.map_or(Ok(()), |status| refused("flush", status))
     }
 
     /// Kicks, and waits for everything that is in the ring now.
@@ -404,7 +407,10 @@ pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
     }
 }
 
-/// The error for a status.
-fn refused(status: u8, range: Range) -> Result<()> {
-    if status == Status::Ok as u8 { Ok(()) } else { Err(Error::Device { range, status }) }
+/// The error for a status of a request that is not about a range of its own.
+fn refused(operation: &'static str, status: u8) -> Result<()> {
+    match status == Status::Ok as u8 {
+        true => Ok(()),
+        false => Err(Error::Device { operation, range: Range::ALL, status }),
+    }
 }

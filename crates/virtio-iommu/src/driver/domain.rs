@@ -17,13 +17,15 @@ use ringfence_iommu::{
 use super::{
     Driver,
     core::add_software_msi,
-    report::{Failures, Reports, Sent},
+    report::{Failure, Failures, Reports, Sent},
     shadow::Shadow,
 };
-use crate::wire::{AttachFlags, Features, Request};
+use crate::wire::{AttachFlags, Features, Request, Status};
 
 /// In a token: the number is that of an IOTLB_FLUSH. Request numbers never reach this bit.
 const FLUSH: u64 = 1 << 63;
+
+const DETACH: &str = "detach an endpoint from";
 
 /// The number of the request that a sync waits for.
 const fn seq_of(token: SyncToken) -> u64 {
@@ -142,8 +144,9 @@ impl ViommuDomain {
     /// # Errors
     /// [`Error::Device`] if the device refuses; [`Error::Reserved`] if something is mapped in one
     /// of the endpoint's reserved regions; [`Error::Unsupported`] if it is attached to another
-    /// domain. The endpoint is not attached then; or, if the device refused a mapping and then the
-    /// DETACH, it may reach what the device did map, until it is detached or that is unmapped.
+    /// domain. The endpoint is not attached then; or, if the device failed at the ATTACH or refused
+    /// a mapping, and then failed at the DETACH too, it may reach what the device did map, until it
+    /// is detached or that is unmapped.
     ///
     /// [V33]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v33
     pub fn attach(&self, endpoint: u32) -> Result<()> {
@@ -163,13 +166,22 @@ impl ViommuDomain {
             }
         }
         self.driver.claim(endpoint, self.id)?;
-        let attached = self.driver.call(&self.attach_of(endpoint));
-        attached.inspect_err(|_| self.driver.release(endpoint))?;
+        let refused = self.driver.call("attach an endpoint to", &self.attach_of(endpoint)).err();
+        if let Some(error) = &refused
+            && self.is_away(endpoint, error)
+        {
+            self.driver.release(endpoint);
+            return Err(*error);
+        }
         let first = state.endpoints.is_empty();
         state.endpoints.push((endpoint, regions));
         state.refresh_geometry();
         // Ordering: see `is_attached`.
         self.attached.store(true, Ordering::Release);
+        if let Some(error) = refused {
+            state.torn |= first;
+            return Err(error);
+        }
         if first && let Err(error) = self.replay(&mut state) {
             state.torn = true;
             // The domain is destroyed with its only endpoint, and so are its mappings. If the
@@ -178,6 +190,23 @@ impl ViommuDomain {
             return Err(error);
         }
         Ok(())
+    }
+
+    /// Whether an endpoint is not attached although its ATTACH failed with `error`: a device that
+    /// failed may have attached it, and is asked to detach it.
+    fn is_away(&self, endpoint: u32, error: &Error) -> bool {
+        let refuses = |error: &Error| {
+            use Status::{Inval, NoEnt, NoMem, Range, Unsupp};
+            matches!(error, Error::Device { status, .. } if matches!(
+                Status::from_u8(*status),
+                Some(Unsupp | Inval | Range | NoEnt | NoMem)
+            ))
+        };
+        refuses(error)
+            || match self.driver.call(DETACH, &Request::Detach { domain: self.id, endpoint }) {
+                Ok(()) => true,
+                Err(error) => refuses(&error),
+            }
     }
 
     fn attach_of(&self, endpoint: u32) -> Request {
@@ -211,7 +240,7 @@ impl ViommuDomain {
         let Some(at) = state.endpoints.iter().position(|&(held, _)| held == endpoint) else {
             return Err(Error::Unsupported("the endpoint is not attached to the domain"));
         };
-        self.driver.call(&Request::Detach { domain: self.id, endpoint })?;
+        self.driver.call(DETACH, &Request::Detach { domain: self.id, endpoint })?;
         state.endpoints.swap_remove(at);
         state.refresh_geometry();
         self.driver.release(endpoint);
@@ -249,8 +278,9 @@ impl ViommuDomain {
                 }
                 Sent::Unmap => state.failed_unmaps.add(failure.range, failure.status),
                 Sent::Replay => {
-                    let (range, status) = (failure.range, failure.status);
-                    state.failed_replay.get_or_insert(Error::Device { range, status });
+                    let Failure { range, status, .. } = failure;
+                    let refused = Error::Device { operation: "map", range, status };
+                    state.failed_replay.get_or_insert(refused);
                 }
                 Sent::Map | Sent::Sync => {}
             }
@@ -311,9 +341,11 @@ impl ViommuDomain {
     }
 
     /// Sends again the UNMAPs that the device refused, unless something else is mapped there by
-    /// now.
+    /// now. In a lazy domain they stay failures until an IOTLB_FLUSH behind them has succeeded:
+    /// another thread's sync may look for them before this one's flush is over.
     fn unmap_again(&self) -> Result<()> {
         let failed = self.settled().failed_unmaps.ranges();
+        let mut done = Vec::new();
         for range in failed {
             let unmap = Request::Unmap { domain: self.id, range };
             let sent = loop {
@@ -328,10 +360,15 @@ impl ViommuDomain {
                 self.driver.make_room()?;
             };
             if let Some(seq) = sent
-                && self.driver.result(seq).is_ok()
+                && self.driver.result("unmap", seq).is_ok()
             {
-                self.settled().failed_unmaps.forget(range);
+                done.push(range);
             }
+        }
+        let flush = if self.lazy && !done.is_empty() { self.send_flush()? } else { None };
+        if flush.is_none_or(|seq| self.driver.result("flush", seq).is_ok()) {
+            let mut state = self.settled();
+            done.into_iter().for_each(|range| state.failed_unmaps.forget(range));
         }
         Ok(())
     }
@@ -368,7 +405,7 @@ impl State {
             let mapped = self.shadow.covered(range).ok().flatten();
             match mapped.is_some_and(|mapped| mapped.bytes == range.len()) {
                 true => self.failed_maps.forget(range),
-                false => self.failed_maps.report(&[range], true, failed),
+                false => self.failed_maps.report("map", &[range], true, failed),
             }
         }
     }
@@ -445,8 +482,10 @@ unsafe impl Domain for ViommuDomain {
         let mut state = self.settled();
         match work {
             Work::Map(ranges) => state.report_maps(ranges, failed),
-            Work::Unmap { ranges, exact } => state.failed_unmaps.report(ranges, exact, failed),
-            Work::All => state.failed_unmaps.report(&[Range::ALL], false, failed),
+            Work::Unmap { ranges, exact } => {
+                state.failed_unmaps.report("unmap", ranges, exact, failed);
+            }
+            Work::All => state.failed_unmaps.report("unmap", &[Range::ALL], false, failed),
         }
         true
     }

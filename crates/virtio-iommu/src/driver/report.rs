@@ -1,7 +1,7 @@
 //! Replies of the device that were not reported yet.
 //!
 //! Ordering: the list has a lock; `any` spares a thread that. It is set after the list has the failure,
-//! and cleared under the lock: a thread that comes after whoever pushed sees the flag.
+//! and cleared under the lock: a thread that comes after the push sees the flag.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -90,6 +90,7 @@ impl Failures {
     /// have failures.
     pub(super) fn report(
         &mut self,
+        operation: &'static str,
         ranges: &[Range],
         exact: bool,
         failed: &mut dyn FnMut(Range, Error),
@@ -100,7 +101,7 @@ impl Failures {
         for &range in ranges {
             for &Kept { range: held, status } in &self.list {
                 if held.overlaps(range) {
-                    failed(held, Error::Device { range: held, status });
+                    failed(held, Error::Device { operation, range: held, status });
                 }
             }
             if exact {
@@ -136,10 +137,14 @@ mod tests {
         Range::from_len(Iova(n << 12), 4096).unwrap()
     }
 
+    fn refused(n: u64) -> Error {
+        Error::Device { operation: "map", range: range(n), status: 8 }
+    }
+
     impl Failures {
         fn first(&mut self, range: Range, exact: bool) -> Result<(), Error> {
             let mut first = Ok(());
-            self.report(&[range], exact, &mut |_, error| first = first.and(Err(error)));
+            self.report("map", &[range], exact, &mut |_, error| first = first.and(Err(error)));
             first
         }
 
@@ -157,7 +162,7 @@ mod tests {
         let mut failures = Failures::default();
         failures.add(range(3), 8);
         assert_eq!(failures.take(range(2)), Ok(()));
-        assert_eq!(failures.take(Range::ALL), Err(Error::Device { range: range(3), status: 8 }));
+        assert_eq!(failures.take(Range::ALL), Err(refused(3)));
         assert_eq!(failures.take(Range::ALL), Ok(()));
     }
 
@@ -172,7 +177,7 @@ mod tests {
     #[test]
     fn a_wider_sync_keeps_failures_of_other_callers() {
         let mut failures = Failures::default();
-        let failed = |n| Err(Error::Device { range: range(n), status: 8 });
+        let failed = |n| Err(refused(n));
         failures.add(range(3), 8);
         failures.add(range(5), 8);
         assert_eq!([(); 2].map(|()| failures.peek(Range::ALL)), [failed(3); 2]);

@@ -1,9 +1,9 @@
 //! How far the device has come, and whether a thread sleeps until it has come further.
 //!
-//! No wake-up is lost: a follower counts itself and *then* looks at the number; whoever advances
-//! the number *then* looks whether there are followers. A fence stands between the two steps of each.
-//! Of two such fences one comes first in their single order, so that the other's thread sees what
-//! was written before it. (Nothing weaker forbids that both look too early.)
+//! No wake-up is lost: a follower counts itself and *then* looks at the number; a thread that
+//! advances the number *then* looks whether there are followers. A fence stands between the two
+//! steps of each. Of two such fences one comes first in their single order, so that the other's
+//! thread sees what was written before it. (Nothing weaker forbids that both look too early.)
 
 use ringfence_sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
@@ -18,8 +18,8 @@ impl Retired {
     /// The number of the last request up to which all are completed.
     #[inline]
     pub(super) fn get(&self) -> u64 {
-        // Acquire: who sees that a request is completed sees what the thread that took its reply
-        // out of the ring has seen, the device's writes included.
+        // Acquire: a thread that sees that a request is completed sees what the thread that took
+        // its reply out of the ring has seen, the device's writes included.
         self.number.load(Ordering::Acquire)
     }
 
