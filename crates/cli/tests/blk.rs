@@ -16,7 +16,9 @@ use std::{
 };
 
 use common::{Place, Running};
-use machine::{Kept, LONG, Load, MIB, Machine, PAGE, connected, content, figure, figures};
+use machine::{
+    Kept, LONG, Load, MIB, Machine, PAGE, await_unlocked, connected, content, figure, figures,
+};
 use ringfence_virtq::blk::{self, Kind};
 use rustix::process::Signal;
 use zerocopy::IntoBytes;
@@ -105,8 +107,8 @@ fn a_disk_that_is_only_read_is_not_written() {
     assert_eq!(fs::read(image).unwrap(), vec![7; MIB]);
 }
 
-/// Reads into a guest's memory by a killed process of a socket cannot be told apart from those of
-/// its running process.
+/// Reads into a guest's memory by a killed process of a socket cannot be distinguished from those
+/// of its running process.
 #[test]
 fn a_reader_shares_its_image_but_not_with_another_of_its_socket() {
     let place = Place::new();
@@ -164,6 +166,7 @@ fn a_back_end_that_is_killed_under_load_and_started_again_loses_nothing() {
             }
             running.signal(Signal::KILL);
             assert_eq!(running.wait().code(), -9);
+            await_unlocked(&image);
             drop(connection);
         }
         let left = load.under_way.len();

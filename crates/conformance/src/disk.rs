@@ -10,11 +10,8 @@ use ringfence_virtq::{
     blk::{HEADER_BYTES, Kind, Status},
 };
 
-use super::{REPLY_TIMEOUT, broken, ring::Ring};
+use super::{REPLY_TIMEOUT, at_step, broken, ring::Ring};
 
-/// The request time-out divided by this is the time-out of an access; one that does not complete in time counts as
-/// refused, since most refused accesses never complete.
-const ACCESS_DIVISOR: u32 = 10;
 /// Descriptors in its ring.
 const SIZE: u16 = 16;
 /// The layout of the disk's own memory.
@@ -28,6 +25,7 @@ pub(super) const BYTES: usize = 8192;
 pub(super) struct Disk {
     pub(super) endpoint: u32,
     socket: PathBuf,
+    /// Of an access.
     timeout: Duration,
     front: Option<Frontend>,
     ring: Option<Ring>,
@@ -39,18 +37,12 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    pub(super) fn new(
-        endpoint: u32,
-        socket: PathBuf,
-        timeout: Duration,
-        ram: &Arc<GuestRam>,
-        offset: usize,
-    ) -> Disk {
+    pub(super) fn new(endpoint: u32, socket: PathBuf, ram: &Arc<GuestRam>, offset: usize) -> Disk {
         let ram = Arc::clone(ram);
         Disk {
             endpoint,
             socket,
-            timeout,
+            timeout: Duration::ZERO,
             front: None,
             ring: None,
             ram,
@@ -66,7 +58,7 @@ impl Disk {
         }
         let at = self.socket.display();
         let stream = UnixStream::connect(&self.socket)
-            .map_err(|error| broken(format!("connecting to the disk at {at}: {error}")))?;
+            .map_err(at_step(format!("connecting to the disk at {at}")))?;
         let mut front = Frontend::new(stream, REPLY_TIMEOUT);
         front.set_owner().map_err(broken)?;
         let offered = front.features().map_err(broken)?;
@@ -96,7 +88,9 @@ impl Disk {
         iova: u64,
         write: bool,
         bytes: &mut [u8],
+        timeout: Duration,
     ) -> Result<(), Refused> {
+        self.timeout = timeout;
         let result = self.start().map_err(|_| Refused).and_then(|()| match write {
             true => self.write(iova, bytes),
             false => self.read(iova, bytes),
@@ -165,7 +159,7 @@ impl Disk {
         ];
         let Some(ring) = &mut self.ring else { return Err(Refused) };
         ring.submit(&descs, 0).map_err(|_| Refused)?;
-        match ring.wait(self.timeout / ACCESS_DIVISOR) {
+        match ring.wait(self.timeout) {
             Ok(Some(_)) => {}
             // The device cannot reach its ring, or does not complete a failed access. Nor will it
             // complete later requests in this ring.

@@ -3,6 +3,12 @@
 //! The front end is ours: it makes the memory, fills the rings and sends the requests. Accesses are
 //! those of virtio-blk devices at sockets of their own, which the same back end serves as endpoints
 //! of the IOMMU: their rings and buffers lie behind it too, and are mapped around each access.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | this one | the virtio-iommu: its connection, rings and memory, as the kit's subject |
+//! | `disk` | a disk behind it, whose requests are the accesses |
+//! | `ring` | a ring of a driver: memory, notifications, waiting for completions |
 #![forbid(unsafe_code)]
 
 mod disk;
@@ -34,8 +40,15 @@ use ring::Ring;
 
 /// The time-out for the reply to a message.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
-/// The time-out for an event after its cause.
+/// The time-out for an event that nothing seems to cause.
 const EVENT: Duration = Duration::from_millis(200);
+/// The most that an access may take of an endpoint that seems to reach nothing.
+const NOTHING: Duration = Duration::from_secs(1);
+/// The request time-out divided by this is the time-out of an access; one that does not complete in
+/// time counts as refused, since most refused accesses never complete.
+const ACCESS_DIVISOR: u32 = 10;
+/// Where the configuration has the field `bypass`.
+const BYPASS: usize = 36;
 /// Descriptors in each ring.
 const SIZE: u16 = 256;
 /// Granules of memory that the kit uses.
@@ -62,12 +75,20 @@ pub struct Target {
     pub endpoints: Vec<(u32, Option<PathBuf>)>,
     /// A number that no endpoint has.
     pub absent: u32,
-    /// The time-out for a request. An access of a disk's has a tenth of it.
+    /// The time-out for a request, and for the report of a refused access. An access of a disk's
+    /// has a tenth of it, and no more than a second if the disk is in no domain.
     pub timeout: Duration,
 }
 
 fn broken(error: impl Into<Box<dyn Error + Send + Sync>>) -> Failed {
     Failed::Broken(error.into())
+}
+
+/// What makes an error of a step.
+fn at_step<E: Into<Box<dyn Error + Send + Sync>>>(
+    step: impl Into<String>,
+) -> impl FnOnce(E) -> Failed {
+    |error| Failed::Step { step: step.into(), source: error.into() }
 }
 
 /// A virtio-iommu at a socket, as the kit sees it.
@@ -86,6 +107,8 @@ pub struct VhostSubject {
     /// Buffers in the event ring by token, and those that are free.
     posted: HashMap<u64, usize>,
     free: VecDeque<u64>,
+    /// Whether an access was refused while there was a buffer for the report of that.
+    expects_event: bool,
     disks: Vec<Disk>,
     /// The domain of each attached endpoint, and whether that is a bypass domain.
     attached: HashMap<u32, (u32, bool)>,
@@ -100,9 +123,8 @@ impl VhostSubject {
         let (mut front, offered) = connect(&target)?;
         let mut config = [0; CONFIG_LEN];
         front.set_features(offered & F_PROTOCOL_FEATURES | F_VERSION_1).map_err(broken)?;
-        front.config(0, &mut config).map_err(|error| {
-            broken(format!("its configuration cannot be read, is it an IOMMU? {error}"))
-        })?;
+        let step = "reading its configuration (is it an IOMMU?)";
+        front.config(0, &mut config).map_err(at_step(step))?;
         let word = |at: usize| u64::from_le_bytes(config[at..at + 8].try_into().expect("eight"));
         // Clamped: that a granule is absurd is for a check of the kit to report.
         let granule = (word(0) & word(0).wrapping_neg()).clamp(4096, 1 << 20);
@@ -130,6 +152,7 @@ impl VhostSubject {
             events: None,
             posted: HashMap::new(),
             free: VecDeque::new(),
+            expects_event: false,
             disks: Vec::new(),
             attached: HashMap::new(),
             ram,
@@ -138,8 +161,7 @@ impl VhostSubject {
         let mut offset = own + whole(OWN);
         for (endpoint, socket) in &subject.target.endpoints {
             let Some(socket) = socket.clone() else { continue };
-            let timeout = subject.target.timeout;
-            let mut disk = Disk::new(*endpoint, socket, timeout, &subject.ram, offset);
+            let mut disk = Disk::new(*endpoint, socket, &subject.ram, offset);
             disk.connect()?;
             subject.disks.push(disk);
             offset += disk_bytes;
@@ -276,8 +298,8 @@ impl VhostSubject {
 /// A connection, and the features that are offered over it.
 fn connect(target: &Target) -> Result<(Frontend, u64), Failed> {
     let at = target.socket.display();
-    let stream = UnixStream::connect(&target.socket)
-        .map_err(|error| broken(format!("connecting to {at}: {error}")))?;
+    let stream =
+        UnixStream::connect(&target.socket).map_err(at_step(format!("connecting to {at}")))?;
     let mut front = Frontend::new(stream, REPLY_TIMEOUT);
     front.set_owner().map_err(broken)?;
     let offered = front.features().map_err(broken)?;
@@ -308,6 +330,7 @@ impl Subject for VhostSubject {
     fn start(&mut self, features: u64) -> Result<(), Failed> {
         self.attached.clear();
         self.posted.clear();
+        self.expects_event = false;
         self.free = (0..EVENT_BUFFERS as u64).collect();
         if self.reset().is_err() {
             self.hang_up();
@@ -382,10 +405,18 @@ impl Subject for VhostSubject {
             let flags = MapFlags::READ | MapFlags::WRITE;
             self.own_request(Request::Map { domain, range, phys: range.first().0, flags })
         });
-        let result = self.disks[n].access(iova, write, bytes);
+        // Nothing is reached without a domain, unless the device says that it then lets through all.
+        let mut bypass = [0];
+        let reaches = self.attached.contains_key(&endpoint)
+            || self.read_config(BYPASS, &mut bypass).is_err()
+            || bypass != [0];
+        let timeout = self.target.timeout / ACCESS_DIVISOR;
+        let timeout = if reaches { timeout } else { timeout.min(NOTHING) };
+        let result = self.disks[n].access(iova, write, bytes, timeout);
         if let Some(domain) = mapped {
             self.own_request(Request::Unmap { domain, range });
         }
+        self.expects_event |= result.is_err() && !self.posted.is_empty();
         Some(result)
     }
 
@@ -404,7 +435,9 @@ impl Subject for VhostSubject {
 
     fn next_event(&mut self) -> Result<Option<Event>, Failed> {
         let Some(ring) = &mut self.events else { return Ok(None) };
-        let Some(used) = ring.wait(EVENT)? else { return Ok(None) };
+        let expected = std::mem::take(&mut self.expects_event);
+        let timeout = if expected { self.target.timeout } else { EVENT };
+        let Some(used) = ring.wait(timeout)? else { return Ok(None) };
         let len = self.posted.remove(&used.token).unwrap_or(0);
         let mut bytes = vec![0; len];
         self.read_at(self.own + EVENTS + used.token as usize * EVENT_ROOM, &mut bytes)?;

@@ -17,7 +17,7 @@ use ringfence_virtq::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::broken;
+use super::at_step;
 
 /// A split ring in memory that the back end has mapped.
 pub(super) struct Ring {
@@ -37,10 +37,12 @@ impl Ring {
         address: u64,
     ) -> Result<Ring, Failed> {
         let areas = layout::offsets(size);
-        let window = ram.window(offset, areas.len).map_err(broken)?;
-        let rings = Rings::in_window(&window, size).map_err(broken)?;
-        let queue = Queue::new(size, rings, false).map_err(broken)?;
-        let (kick, call) = (event::new().map_err(broken)?, event::new().map_err(broken)?);
+        let step = |what: &str| format!("{what} of ring {index}");
+        let window = ram.window(offset, areas.len).map_err(at_step(step("the memory")))?;
+        let rings = Rings::in_window(&window, size).map_err(at_step(step("the memory")))?;
+        let queue = Queue::new(size, rings, false).map_err(at_step(step("the memory")))?;
+        let event = || event::new().map_err(at_step(step("the events")));
+        let (kick, call) = (event()?, event()?);
         let at = |offset: usize| address + offset as u64;
         let addresses = RingAddresses {
             desc: at(areas.desc),
@@ -48,18 +50,19 @@ impl Ring {
             used: at(areas.used),
             log: None,
         };
-        front.set_vring_num(index, size).map_err(broken)?;
-        front.set_vring_base(index, 0).map_err(broken)?;
-        front.set_vring_addr(index, &addresses).map_err(broken)?;
-        front.set_vring_call(index, Some(call.as_fd())).map_err(broken)?;
-        front.set_vring_kick(index, Some(kick.as_fd())).map_err(broken)?;
-        front.set_vring_enable(index, true).map_err(broken)?;
+        front.set_vring_num(index, size).map_err(at_step(step("SET_VRING_NUM")))?;
+        front.set_vring_base(index, 0).map_err(at_step(step("SET_VRING_BASE")))?;
+        front.set_vring_addr(index, &addresses).map_err(at_step(step("SET_VRING_ADDR")))?;
+        let (call_fd, kick_fd) = (Some(call.as_fd()), Some(kick.as_fd()));
+        front.set_vring_call(index, call_fd).map_err(at_step(step("SET_VRING_CALL")))?;
+        front.set_vring_kick(index, kick_fd).map_err(at_step(step("SET_VRING_KICK")))?;
+        front.set_vring_enable(index, true).map_err(at_step(step("SET_VRING_ENABLE")))?;
         Ok(Ring { queue, kick, call })
     }
 
     /// Makes a chain available.
     pub(super) fn submit(&mut self, descs: &[Desc], token: u64) -> Result<(), Failed> {
-        self.queue.add(descs, token).map_err(broken)?;
+        self.queue.add(descs, token).map_err(at_step("making a chain available"))?;
         self.queue.publish();
         if self.queue.needs_kick() {
             event::signal(&self.kick);
@@ -71,7 +74,7 @@ impl Ring {
     pub(super) fn wait(&mut self, timeout: Duration) -> Result<Option<Used>, Failed> {
         let deadline = Instant::now() + timeout;
         loop {
-            if let Some(used) = self.queue.pop().map_err(broken)? {
+            if let Some(used) = self.queue.pop().map_err(at_step("taking a used chain"))? {
                 return Ok(Some(used));
             }
             let left = deadline.saturating_duration_since(Instant::now());

@@ -8,7 +8,7 @@ use ringfence_iommu::{
     Error, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
     shootdown::Shootdown, table::Limits,
 };
-use ringfence_iotlb::{Binding as Way, Endpoint};
+use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_vfio::{Iommufd, Tuning, Type1, kernel::Id};
 use ringfence_vfio_testing::fake::{self, FakeConfig, Group, Memory, Owner, Step};
 use ringfence_virtio_iommu::{
@@ -94,7 +94,7 @@ impl Rig {
 
         let shootdown = Shootdown::new(1);
         let near = [NEAR, OTHER]
-            .map(|id| Endpoint::new(id, Arc::clone(&shootdown), Way::Blocked))
+            .map(|id| Endpoint::new(id, Arc::clone(&shootdown), Binding::Blocked))
             .to_vec();
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         let limits = Limits { mappings: 1000, table_bytes: 1 << 20 };
@@ -166,13 +166,13 @@ impl Rig {
     fn near(&self, endpoint: u32, page: u64) -> Option<u64> {
         let at = Iova(page * PAGE);
         match self.near[endpoint as usize - 1].binding() {
-            Way::Blocked => None,
-            Way::Bypass => Some(at.0),
-            Way::Domain(domain) => {
+            Binding::Blocked => None,
+            Binding::Bypass => Some(at.0),
+            Binding::Domain(domain) => {
                 let reader = self.shootdown.reader().unwrap();
                 domain.translate(&reader, at).map(|found| found.target(at))
             }
-            Way::Iotlb(_) => unreachable!("there is none"),
+            Binding::Iotlb(_) => unreachable!("there is none"),
         }
     }
 
@@ -325,7 +325,7 @@ fn each_endpoint_reports_its_own_regions_and_a_domain_respects_all() {
     let above = Range::new(Iova(1 << 39), Iova(u64::MAX)).unwrap();
     assert_eq!(reserved_regions(&mut rig, TYPE1), [window, above]);
     let region = |range| ReservedRegion { range, kind: ReservedKind::Reserved };
-    let new = Endpoint::new(5, Arc::clone(&rig.shootdown), Way::Bypass);
+    let new = Endpoint::new(5, Arc::clone(&rig.shootdown), Binding::Bypass);
     rig.endpoints.add(new, &[region(range(3, 2))]).unwrap();
     rig.device.endpoint_added(5).unwrap();
     assert_eq!(reserved_regions(&mut rig, 5), [range(3, 2)]);
@@ -367,9 +367,9 @@ fn endpoints_come_and_go() {
     assert_eq!(rig.container.pinned(), 0);
     assert_eq!(rig.map(1, range(9, 1), 0), Status::Ok, "one member is left");
 
-    // The numbers are free again, and whoever has them begins like all.
+    // The numbers are free again, and a new endpoint that has one begins like all.
     rig.device.write_config(36, &[1]).unwrap();
-    let new = Endpoint::new(OTHER, Arc::clone(&rig.shootdown), Way::Blocked);
+    let new = Endpoint::new(OTHER, Arc::clone(&rig.shootdown), Binding::Blocked);
     rig.near[1] = Arc::clone(&new);
     rig.endpoints.add(new, &[]).unwrap();
     let again = rig.endpoints.add_outside(NEAR, Arc::clone(&rig.mirrors[0]), &[]);

@@ -17,7 +17,7 @@ use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Ram},
     iommu::{Endpoints, Iommu, IommuOptions},
-    net::{Net, NetOptions, Way},
+    net::{Link, Net, NetOptions},
 };
 
 /// Records the levels of log messages.
@@ -51,7 +51,7 @@ fn blk() -> Box<dyn Handler> {
 }
 
 fn net() -> Box<dyn Handler> {
-    let options = NetOptions::new("net", Way::Loopback);
+    let options = NetOptions::new("net", Link::Loopback);
     Box::new(Net::new(options, workers()).unwrap().connect(0))
 }
 

@@ -23,6 +23,7 @@ use ringfence_vhost_user::{
     BackendMessage, Frontend, FrontendChannel, Iotlb, ProtocolFeatures, RingAddresses, msg::Request,
 };
 use ringfence_virtq::blk::Kind;
+use rustix::fs::{FlockOperation, flock};
 
 use crate::common::{LIMIT, Place};
 
@@ -189,8 +190,8 @@ impl Machine {
         }
     }
 
-    /// What any disk of 1 MiB of ones does: tells its size, writes three pages of `byte` behind its
-    /// first page, flushes, and reads them back with the sector before them.
+    /// What any disk of 1 MiB of ones does: reports its size, writes three pages of `byte` behind
+    /// its first page, flushes, and reads them back with the sector before them.
     pub(crate) fn writes_and_reads(&mut self, connection: &Connection, byte: u8) {
         let mut capacity = [0; 8];
         connection.main.lock().unwrap().config(0, &mut capacity).unwrap();
@@ -224,6 +225,16 @@ impl Drop for Connection {
 #[derive(Default)]
 pub(crate) struct Kept {
     pub(crate) region: Option<(ringfence_vhost_user::msg::Inflight, PeerFd)>,
+}
+
+/// Waits until no process has the image any more. Linux completes the requests of one that was
+/// killed first, which a slow disk may take longer for than the next process waits.
+pub(crate) fn await_unlocked(image: &Path) {
+    let (file, begun) = (std::fs::File::open(image).unwrap(), Instant::now());
+    while flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        assert!(begun.elapsed() < LONG, "{} stays locked", image.display());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 pub(crate) fn connected(socket: &Path) -> UnixStream {

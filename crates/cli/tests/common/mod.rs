@@ -62,10 +62,20 @@ impl Place {
 
     /// A place for another build of the command.
     pub(crate) fn of(program: impl Into<PathBuf>) -> Place {
+        // Below the target directory: on a disk, where /tmp may be memory.
+        Place::within(env!("CARGO_TARGET_TMPDIR"), program)
+    }
+
+    /// A place whose files lie in memory: a busy machine may take seconds for a flush of a real
+    /// disk, or for a line of a log, and a service that is to end does not wait for them that long.
+    pub(crate) fn in_memory() -> Place {
+        Place::within("/dev/shm", env!("CARGO_BIN_EXE_ringfence"))
+    }
+
+    fn within(folder: &str, program: impl Into<PathBuf>) -> Place {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         Place {
-            // Below the target directory: on a disk, where /tmp may be memory.
-            folder: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(),
+            folder: tempfile::tempdir_in(folder).unwrap(),
             mark: format!("RINGFENCE_TEST_MARK={}.{number}", std::process::id()),
             program: program.into(),
             _turn: TURN.lock(),
@@ -209,22 +219,48 @@ impl Process {
 
     /// The processor time that its threads have used so far; none if it is gone.
     pub(crate) fn cpu_time(&self) -> Duration {
-        Duration::from_nanos(self.of_threads("schedstat", |text| text.split(' ').next()))
+        Duration::from_nanos(self.of_threads("schedstat", "", |text| text.split(' ').next()))
     }
 
-    /// The sum over its threads of the number that `find` picks from this file of theirs.
-    fn of_threads(&self, file: &str, find: fn(&str) -> Option<&str>) -> u64 {
+    /// The same of a device process's workers alone.
+    pub(crate) fn worked(&self) -> Duration {
+        Duration::from_nanos(self.of_threads("schedstat", "worker-", |text| text.split(' ').next()))
+    }
+
+    /// The sum over its threads whose names begin so of the number that `find` picks from this
+    /// file of theirs.
+    fn of_threads(&self, file: &str, name: &str, find: fn(&str) -> Option<&str>) -> u64 {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.id));
         let number = |task: fs::DirEntry| {
+            let is = fs::read_to_string(task.path().join("comm")).ok()?;
+            if !is.starts_with(name) {
+                return None;
+            }
             let text = fs::read_to_string(task.path().join(file)).ok()?;
             find(&text)?.trim().parse::<u64>().ok()
         };
         tasks.into_iter().flatten().flatten().filter_map(number).sum()
     }
 
-    /// Checks that it is nearly idle for a second in which `act` is called again and again: a
-    /// spinning thread would be noticed, however little CPU time it gets on a busy machine.
+    /// The state of each of its threads (`R` if it runs, or waits for a CPU).
+    fn states(&self) -> Vec<char> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.id)).into_iter().flatten().flatten();
+        let texts = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
+        // The state follows the name, which is in parentheses.
+        texts.filter_map(|text| text.rsplit_once(") ")?.1.chars().next()).collect()
+    }
+
+    /// Checks that it comes to rest, and that it is nearly idle for a second after that, in which
+    /// `act` is called again and again. A thread that spins does not rest, however little CPU time
+    /// it gets on a busy machine; one that often looks for something takes CPU time.
     pub(crate) fn takes_no_time(&self, name: &str, mut act: impl FnMut()) {
+        let (begun, before) = (Instant::now(), self.cpu_time());
+        while self.states().contains(&'R') {
+            let took = self.cpu_time().saturating_sub(before);
+            let rests = begun.elapsed() < LIMIT && took < Duration::from_secs(5);
+            assert!(rests, "{name}: it does not come to rest: {took:?} of {:?}", begun.elapsed());
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let (begun, before) = (Instant::now(), self.cpu_time());
         while begun.elapsed() < Duration::from_secs(1) {
             act();
@@ -236,7 +272,7 @@ impl Process {
 
     /// How often its threads have waited for something so far.
     pub(crate) fn waits(&self) -> u64 {
-        self.of_threads("status", |text| {
+        self.of_threads("status", "", |text| {
             text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))
         })
     }

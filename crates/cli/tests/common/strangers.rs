@@ -61,7 +61,8 @@ impl Stranger {
         Stranger::start(command, &sockets.each_ref().map(PathBuf::as_path))
     }
 
-    /// A device of rust-vmm's, which is told a path and listens at that with a 0 behind it, at `socket`.
+    /// A device of rust-vmm's, which takes a path and listens at that with a 0 behind it, at
+    /// `socket`.
     pub(crate) fn of_rust_vmm(name: &str, arguments: &[&str], socket: &Path) -> Stranger {
         let path = socket.to_str().and_then(|path| path.strip_suffix('0')).expect("a 0 at its end");
         let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/tools/bin");

@@ -4,7 +4,7 @@
 use crate::{
     blk::{no_errors, service},
     place::Place,
-    proxy::{ADD_MEM_REG, Message, Recording, SET_FEATURES, UPDATE, Way},
+    proxy::{ADD_MEM_REG, Direction, Message, Recording, SET_FEATURES, UPDATE},
     qemu::{Iommu, Qemu},
 };
 
@@ -38,7 +38,8 @@ pub(crate) fn copies() -> Vec<u8> {
 
 /// The guest-physical address of a user address, by the regions that the front end added.
 fn guest_physical(before: &[Message], user: u64) -> u64 {
-    let added = before.iter().filter(|m| m.way == Way::ToBack && m.request == ADD_MEM_REG);
+    let added =
+        before.iter().filter(|m| m.direction == Direction::ToBack && m.request == ADD_MEM_REG);
     let word = |m: &Message, at: usize| {
         u64::from_ne_bytes(m.payload[8 * at..8 * (at + 1)].try_into().unwrap())
     };
@@ -75,7 +76,9 @@ run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=1m --size=4m --verify=cr
     // The firmware's part: all messages before the driver that negotiates next.
     let messages = wire.messages();
     let negotiated: Vec<usize> = (0..messages.len())
-        .filter(|&at| messages[at].way == Way::ToBack && messages[at].request == SET_FEATURES)
+        .filter(|&at| {
+            messages[at].direction == Direction::ToBack && messages[at].request == SET_FEATURES
+        })
         .collect();
     let features = |at: usize| messages[at].number();
     assert!(features(negotiated[0]) & ACCESS_PLATFORM != 0, "{:x}", features(negotiated[0]));

@@ -36,14 +36,14 @@ pub(crate) const NEED_REPLY: u32 = 8;
 #[derive(Clone, Debug)]
 pub(crate) struct Message {
     pub(crate) at: Instant,
-    pub(crate) way: Way,
+    pub(crate) direction: Direction,
     pub(crate) request: u32,
     pub(crate) flags: u32,
     pub(crate) payload: Vec<u8>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Direction {
     /// From the front end, on the main socket.
     ToBack,
     /// From the back end, on the main socket.
@@ -72,9 +72,9 @@ pub(crate) const INVALIDATE: u8 = 3;
 impl Message {
     /// The request, if this is an IOTLB message and not a reply to one.
     pub(crate) fn iotlb(&self) -> Option<Iotlb> {
-        let code = match self.way {
-            Way::ToBack => IOTLB_MSG,
-            Way::ChannelToFront => BACKEND_IOTLB_MSG,
+        let code = match self.direction {
+            Direction::ToBack => IOTLB_MSG,
+            Direction::ChannelToFront => BACKEND_IOTLB_MSG,
             _ => return None,
         };
         if self.request != code || self.flags & REPLY != 0 {
@@ -111,8 +111,8 @@ impl Recording {
             for front in listener.incoming() {
                 // If the back end is gone, it refuses: the front end then sees its connection end.
                 let (Ok(front), Ok(back)) = (front, UnixStream::connect(&back)) else { continue };
-                pump(&front, &back, Way::ToBack, &log);
-                pump(&back, &front, Way::ToFront, &log);
+                pump(&front, &back, Direction::ToBack, &log);
+                pump(&back, &front, Direction::ToFront, &log);
             }
         });
         recording
@@ -129,7 +129,7 @@ impl Recording {
 
     /// The front end's requests of one number.
     pub(crate) fn requests(&self, request: u32) -> Vec<Message> {
-        let wanted = |m: &Message| m.way == Way::ToBack && m.request == request;
+        let wanted = |m: &Message| m.direction == Direction::ToBack && m.request == request;
         self.messages().into_iter().filter(wanted).collect()
     }
 }
@@ -144,26 +144,28 @@ impl Drop for Recording {
         let Some(last) = messages.last() else { return };
         for message in &messages[messages.len().saturating_sub(80)..] {
             let before = last.at.duration_since(message.at).as_secs_f64();
-            let Message { way, request, flags, payload, .. } = message;
+            let Message { direction, request, flags, payload, .. } = message;
             match message.iotlb() {
-                Some(iotlb) => eprintln!("-{before:.6} {way:?} {iotlb:x?}"),
-                None => eprintln!("-{before:.6} {way:?} {request} flags {flags:x} {payload:x?}"),
+                Some(iotlb) => eprintln!("-{before:.6} {direction:?} {iotlb:x?}"),
+                None => {
+                    eprintln!("-{before:.6} {direction:?} {request} flags {flags:x} {payload:x?}")
+                }
             }
         }
     }
 }
 
 /// Passes messages on, in a thread of its own, until one end is gone.
-fn pump(from: &UnixStream, to: &UnixStream, way: Way, log: &Arc<Mutex<Vec<Message>>>) {
+fn pump(from: &UnixStream, to: &UnixStream, direction: Direction, log: &Arc<Mutex<Vec<Message>>>) {
     let (from, to, log) = (from.try_clone().unwrap(), to.try_clone().unwrap(), Arc::clone(log));
     thread::spawn(move || {
-        while let Ok((message, mut descriptors)) = receive(&from, way) {
-            if way == Way::ToBack && message.request == SET_BACKEND_REQ_FD {
+        while let Ok((message, mut descriptors)) = receive(&from, direction) {
+            if direction == Direction::ToBack && message.request == SET_BACKEND_REQ_FD {
                 // The channel is recorded too: each end gets one of ours.
                 let theirs = UnixStream::from(descriptors.remove(0));
                 let (ours, given) = UnixStream::pair().unwrap();
-                pump(&ours, &theirs, Way::ChannelToFront, &log);
-                pump(&theirs, &ours, Way::ChannelToBack, &log);
+                pump(&ours, &theirs, Direction::ChannelToFront, &log);
+                pump(&theirs, &ours, Direction::ChannelToBack, &log);
                 descriptors.push(given.into());
             }
             log.lock().unwrap().push(message.clone());
@@ -176,14 +178,18 @@ fn pump(from: &UnixStream, to: &UnixStream, way: Way, log: &Arc<Mutex<Vec<Messag
     });
 }
 
-pub(crate) fn receive(from: &UnixStream, way: Way) -> io::Result<(Message, Vec<OwnedFd>)> {
+pub(crate) fn receive(
+    from: &UnixStream,
+    direction: Direction,
+) -> io::Result<(Message, Vec<OwnedFd>)> {
     let mut descriptors = Vec::new();
     let mut header = [0; 12];
     fill(from, &mut header, &mut descriptors)?;
     let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
     let mut payload = vec![0; word(8) as usize];
     fill(from, &mut payload, &mut descriptors)?;
-    let message = Message { at: Instant::now(), way, request: word(0), flags: word(4), payload };
+    let message =
+        Message { at: Instant::now(), direction, request: word(0), flags: word(4), payload };
     Ok((message, descriptors))
 }
 

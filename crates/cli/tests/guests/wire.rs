@@ -8,7 +8,8 @@ use crate::{
     blk::{Misses, SIZE_MIB, VERIFY, service, was_served},
     place::Place,
     proxy::{
-        GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, Recording, SET_VRING_KICK, UPDATE, Way,
+        Direction, GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, Recording, SET_VRING_KICK,
+        UPDATE,
     },
     qemu::{Iommu, Qemu},
 };
@@ -115,9 +116,9 @@ fn intels_iommu_lazy() {
     // The front end has stopped no ring for it.
     let messages = wire.messages();
     let after = |first: &Message| {
-        let kicks = messages
-            .iter()
-            .filter(|m| m.way == Way::ToBack && m.request == SET_VRING_KICK && m.at > first.at);
+        let kicks = messages.iter().filter(|m| {
+            m.direction == Direction::ToBack && m.request == SET_VRING_KICK && m.at > first.at
+        });
         kicks.count()
     };
     let first = messages
@@ -150,7 +151,7 @@ fn an_update_goes_before_the_reply() {
             Some(update) if update.kind == UPDATE => {
                 open.iter_mut().filter(|(page, _)| *page == update.iova).for_each(|o| o.1 = true);
             }
-            _ if message.way == Way::ChannelToBack => {
+            _ if message.direction == Direction::ChannelToBack => {
                 let (page, updated) = open.pop_front().expect("a reply to no miss");
                 assert!(updated || message.number() != 0, "no update of {page:#x}");
                 replies += 1;

@@ -1,5 +1,5 @@
 //! Power cuts: of the disk, a file of FUSE, what was written since its last flush may be there or not. Whatever
-//! is left, it has all that the driver was told is durable.
+//! is left, it has all that the device has completed as durable.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -23,7 +23,7 @@ const REQUESTS: usize = 250;
 /// How many cuts of each moment leave a part of what was written last.
 const PARTS: usize = 4;
 
-/// When a driver is told that a write is durable.
+/// When a completion promises that a write is durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     /// It has not accepted flushes: with each write.
@@ -34,9 +34,9 @@ enum Mode {
     Chosen,
 }
 
-/// What a driver was told.
+/// What a driver has seen.
 #[derive(Default)]
-struct Told {
+struct Seen {
     /// What filled a sector, write by write.
     written: BTreeMap<u64, Vec<u64>>,
     /// The last write of each sector that is completed, by its place among these.
@@ -45,7 +45,7 @@ struct Told {
     durable: Vec<(usize, u64, usize)>,
 }
 
-impl Told {
+impl Seen {
     fn is_durable(&mut self, since: usize, sectors: impl IntoIterator<Item = (u64, usize)>) {
         self.durable.extend(sectors.into_iter().map(|(sector, at)| (since, sector, at)));
     }
@@ -64,7 +64,7 @@ struct Work<'a> {
     mode: Mode,
     /// Whether a write is durable when it completes.
     through: bool,
-    told: Told,
+    seen: Seen,
     /// Of the writes under way, whether they were submitted with `through`, by their numbers; what each flush under way
     /// makes durable.
     were_through: BTreeMap<u64, bool>,
@@ -92,10 +92,10 @@ impl Work<'_> {
         }
         for sector in request.sectors() {
             let word = if kind == Kind::Zero { 0 } else { word(sector, number) };
-            self.told.written.entry(sector).or_insert_with(|| vec![0]).push(word);
+            self.seen.written.entry(sector).or_insert_with(|| vec![0]).push(word);
         }
         match kind {
-            Kind::Flush => drop(self.flushes.insert(number, self.told.completed.clone())),
+            Kind::Flush => drop(self.flushes.insert(number, self.seen.completed.clone())),
             _ => drop(self.were_through.insert(number, self.through)),
         }
         self.writer.submit(request);
@@ -107,12 +107,12 @@ impl Work<'_> {
         let since = self.fuse.recorded();
         if request.kind == Kind::Flush {
             let flushed = self.flushes.remove(&request.number).unwrap();
-            return self.told.is_durable(since, flushed);
+            return self.seen.is_durable(since, flushed);
         }
-        let last = self.told.last(request.sectors());
-        self.told.completed.extend(last.iter().copied());
+        let last = self.seen.last(request.sectors());
+        self.seen.completed.extend(last.iter().copied());
         if self.were_through.remove(&request.number).unwrap() {
-            self.told.is_durable(since, last);
+            self.seen.is_durable(since, last);
         }
     }
 
@@ -124,7 +124,7 @@ impl Work<'_> {
         self.through = through;
     }
 
-    fn run(mut self) -> Told {
+    fn run(mut self) -> Seen {
         for at in 0..REQUESTS {
             if self.mode == Mode::Chosen && at % 50 == 0 {
                 // Of what is under way, the mode could be either.
@@ -137,7 +137,7 @@ impl Work<'_> {
             }
         }
         self.finish();
-        self.told
+        self.seen
     }
 
     fn finish(&mut self) {
@@ -149,12 +149,12 @@ impl Work<'_> {
 }
 
 /// Looks at what each cut could leave.
-fn check(told: &Told, journal: &[Event], random: &mut Random, name: &str) {
+fn check(seen: &Seen, journal: &[Event], random: &mut Random, name: &str) {
     let mut durable: BTreeMap<u64, u64> = (0..SECTORS).map(|sector| (sector, 0)).collect();
     // Written since the last flush: a sector is never torn.
     let mut later: Vec<(u64, u64)> = Vec::new();
     let mut least: BTreeMap<u64, usize> = BTreeMap::new();
-    let mut promises = told.durable.iter().peekable();
+    let mut promises = seen.durable.iter().peekable();
     let mut cuts = 0;
     for (at, event) in journal.iter().map(Some).chain([None]).enumerate() {
         while let Some(&(_, sector, write)) = promises.next_if(|(since, ..)| *since <= at) {
@@ -168,11 +168,11 @@ fn check(told: &Told, journal: &[Event], random: &mut Random, name: &str) {
             left.extend(later.iter().copied().filter(|_| keeps(random)));
             for (sector, &least) in &least {
                 let word = left[sector];
-                let newer = &told.written[sector][least..];
+                let newer = &seen.written[sector][least..];
                 assert!(
                     newer.contains(&word),
-                    "{name}: a cut after {at} of {} events leaves {word:x} in sector {sector}, and the \
-                     driver was told of {:x}",
+                    "{name}: a cut after {at} of {} events leaves {word:x} in sector {sector}, where \
+                     {:x} is durable",
                     journal.len(),
                     newer[0]
                 );
@@ -190,13 +190,14 @@ fn check(told: &Told, journal: &[Event], random: &mut Random, name: &str) {
         }
     }
     assert!(promises.next().is_none() && !least.is_empty(), "{name}: nothing was durable");
-    eprintln!("{name}: {} events, {} promises, {cuts} cuts", journal.len(), told.durable.len());
+    eprintln!("{name}: {} events, {} promises, {cuts} cuts", journal.len(), seen.durable.len());
 }
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn a_power_cut_leaves_what_the_driver_was_told_is_durable() {
-    // Where the cache is bypassed Linux does not tell FUSE's server that a write is to be durable.
+fn a_power_cut_leaves_what_was_completed_as_durable() {
+    // Where the cache is bypassed Linux does not pass to FUSE's server that a write is to be
+    // durable.
     for (bypasses, more) in [
         (false, &["--disk-buffers", "own"][..]),
         (false, &["--disk-buffers", "guest"]),
@@ -228,14 +229,14 @@ fn a_power_cut_leaves_what_the_driver_was_told_is_durable() {
                 random: Random(seed as u64),
                 mode,
                 through: mode == Mode::NoFlush,
-                told: Told::default(),
+                seen: Seen::default(),
                 were_through: BTreeMap::new(),
                 flushes: BTreeMap::new(),
                 number: 0,
             };
-            let told = work.run();
+            let seen = work.run();
             let name = format!("{more:?}, {bypasses}, {mode:?}");
-            check(&told, &fuse.journal(), &mut Random(seed as u64), &name);
+            check(&seen, &fuse.journal(), &mut Random(seed as u64), &name);
         }
         service.end();
     }

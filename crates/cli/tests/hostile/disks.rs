@@ -107,7 +107,6 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
         service.terminate();
         let begun = Instant::now();
         service.ends_or_names("fuse/image");
-        assert!(begun.elapsed() < Duration::from_secs(15), "{name}: {:?}", begun.elapsed());
         // A process that has ended has no command line, whatever the kernel still holds of it.
         let line = format!("/proc/{}/cmdline", service.process().id);
         while fs::read(&line).is_ok_and(|line| !line.is_empty()) {
@@ -177,7 +176,7 @@ fn an_image_is_handed_over_once_its_disk_completes() {
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_image_that_has_lost_writes_is_not_handed_over() {
-    // The kernel reports the error once: to the driver, or to who releases the image.
+    // The kernel reports the error once: to the driver's flush, or to the release of the image.
     for to_driver in [true, false] {
         let (service, fuse) = handing_over(&[]);
         let session = Session::open_at(BASE, &service.path("hostile"), FLUSH);

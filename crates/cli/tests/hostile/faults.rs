@@ -220,7 +220,7 @@ fn what_the_disk_moves_in_part_is_moved_whole_or_is_an_error() {
 }
 
 /// What is not read or written ends with IOERR (virtio 1.2, 5.2.6), and so does a flush, which would say that completed
-/// writes are stable: nobody can tell any more.
+/// writes are stable: that is unknown from then on.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn a_disk_that_disappears_fails_its_requests_and_ends_no_service() {

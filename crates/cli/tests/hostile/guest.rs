@@ -17,6 +17,7 @@ use rustix::{
 
 use crate::{
     common::LIMIT,
+    pending::Pending,
     wire::{Client, addresses, request, state, words},
 };
 
@@ -100,6 +101,9 @@ pub(crate) struct Ring {
     pub(crate) kick: OwnedFd,
     pub(crate) available: u16,
     taken: u16,
+    /// The process of which is measured for how long it holds up a request, and the longest time.
+    pub(crate) service: Option<u32>,
+    pub(crate) held_up: Duration,
 }
 
 impl Ring {
@@ -109,7 +113,8 @@ impl Ring {
 
     fn at(base: u64, index: u32) -> Ring {
         let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        Ring { index, base, kick, available: 0, taken: 0 }
+        let (service, held_up) = (None, Duration::ZERO);
+        Ring { index, base, kick, available: 0, taken: 0, service, held_up }
     }
 
     pub(crate) fn descs(&self) -> u64 {
@@ -193,13 +198,15 @@ impl Ring {
 
     /// Waits for the next completed chain.
     pub(crate) fn wait(&mut self, ram: &Ram) -> (u32, u32) {
-        let begun = Instant::now();
+        let (begun, mut pending) = (Instant::now(), Pending::default());
         loop {
             if let Some(taken) = self.take(ram) {
+                let held_up = self.service.map(|service| pending.held_up(service));
+                self.held_up = self.held_up.max(held_up.unwrap_or_default());
                 return taken;
             }
             assert!(begun.elapsed() < LIMIT, "a request is not completed");
-            std::thread::sleep(Duration::from_micros(50));
+            pending.pause(self.service);
         }
     }
 }

@@ -188,14 +188,13 @@ pub(crate) fn next_front_end(path: &Path, device: Device, number: u8) {
     }
 }
 
-/// The name of a neighbour's threads.
+/// The name of a neighbour's thread.
 pub(crate) const NEIGHBOUR: &str = "neighbour";
 
 /// A driver of another device of the process, always at work.
 pub(crate) struct Neighbour {
     shared: Arc<Shared>,
     working: Option<JoinHandle<()>>,
-    beating: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
@@ -204,66 +203,56 @@ struct Shared {
     done: AtomicU64,
     /// How long each of its requests has taken since the last look, µs.
     took: Mutex<Vec<u64>>,
-    /// How late, since then, a thread of this process was that only sleeps, µs: the delay caused by the
-    /// machine itself.
-    late: AtomicU64,
+    /// The longest time, since then, for which the service has held up one, µs.
+    held_up: AtomicU64,
 }
-
-/// On any machine a sleeping thread is woken somewhat late.
-const LATE: Duration = Duration::from_millis(10);
 
 impl Neighbour {
     pub(crate) fn start(path: PathBuf, device: Device) -> Neighbour {
+        Neighbour::of(path, device, None)
+    }
+
+    /// One that measures for how long this process holds up its requests.
+    pub(crate) fn of(path: PathBuf, device: Device, service: Option<u32>) -> Neighbour {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);
-        let working = Neighbour::spawn(move || Neighbour::work(&own, &path, device));
-        let own = Arc::clone(&shared);
-        let beating = Neighbour::spawn(move || Neighbour::beat(&own));
-        Neighbour { shared, working: Some(working), beating: Some(beating) }
+        // The name identifies the thread whose placement matters for figures.
+        let working = std::thread::Builder::new().name(NEIGHBOUR.into());
+        let working = working.spawn(move || Neighbour::work(&own, &path, device, service));
+        Neighbour { shared, working: Some(working.unwrap()) }
     }
 
-    /// The name identifies the threads whose placement matters for figures.
-    fn spawn(job: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
-        std::thread::Builder::new().name(NEIGHBOUR.into()).spawn(job).unwrap()
-    }
-
-    fn beat(shared: &Shared) {
-        const BEAT: Duration = Duration::from_millis(1);
-        while !shared.over.load(Ordering::Relaxed) {
-            let begun = Instant::now();
-            std::thread::sleep(BEAT);
-            let late = begun.elapsed().saturating_sub(BEAT);
-            if late > LATE {
-                shared.late.fetch_add(late.as_micros() as u64, Ordering::Relaxed);
-            }
-        }
-    }
-
-    fn work(shared: &Shared, path: &Path, device: Device) {
-        let mut one: Box<dyn FnMut(u64)> = if device == Device::Net {
+    fn work(shared: &Shared, path: &Path, device: Device, service: Option<u32>) {
+        let mut one: Box<dyn FnMut(u64) -> Duration> = if device == Device::Net {
             let mut driver = NetDriver::start(OTHER, path, 2);
+            driver.send.service = service;
             Box::new(move |_| {
                 driver.sends();
                 driver.receives(1);
+                std::mem::take(&mut driver.send.held_up)
             })
         } else {
             let mut driver = DiskDriver::start_recorded(OTHER, path, device);
-            Box::new(move |count| driver.writes_and_reads(count % 64, count as u8))
+            driver.ring.service = service;
+            Box::new(move |count| {
+                driver.writes_and_reads(count % 64, count as u8);
+                std::mem::take(&mut driver.ring.held_up)
+            })
         };
         while !shared.over.load(Ordering::Relaxed) {
             let begun = Instant::now();
-            one(shared.done.fetch_add(1, Ordering::Relaxed));
+            let held_up = one(shared.done.fetch_add(1, Ordering::Relaxed));
+            shared.held_up.fetch_max(held_up.as_micros() as u64, Ordering::Relaxed);
             shared.took.lock().push(begun.elapsed().as_micros() as u64);
             std::thread::sleep(Duration::from_micros(500));
         }
     }
 
     /// Waits for two more requests, the second of which began after this call; returns the longest
-    /// time that a request has taken since the last call, less the delay of the machine.
-    pub(crate) fn goes_on(&self) -> Duration {
-        let longest = self.two_more().into_iter().max().unwrap_or_default();
-        let late = self.shared.late.swap(0, Ordering::Relaxed);
-        Duration::from_micros(longest.saturating_sub(late))
+    /// time for which the service has held up one since the last call.
+    pub(crate) fn held_up(&self) -> Duration {
+        self.two_more();
+        Duration::from_micros(self.shared.held_up.swap(0, Ordering::Relaxed))
     }
 
     /// How long each request has taken since the last call, µs, in order: at least two more.
@@ -283,7 +272,6 @@ impl Neighbour {
 impl Drop for Neighbour {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Relaxed);
-        let _ = self.beating.take().unwrap().join();
         let ended = self.working.take().unwrap().join();
         assert!(ended.is_ok() || std::thread::panicking());
     }

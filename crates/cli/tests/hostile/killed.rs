@@ -1,5 +1,6 @@
-//! Ends that are killed at work, again and again: a service, whose next process resumes, and a driver. What a
-//! driver was told is on the disk; what was under way is, or is not, and is completed at most once.
+//! Ends that are killed at work, again and again: a service, whose next process resumes, and a
+//! driver. What was completed is on the disk; what was under way is, or is not, and is completed at
+//! most once.
 
 use std::{
     collections::BTreeMap,
@@ -34,14 +35,14 @@ struct Load {
     random: Random,
     number: u64,
     /// Of each sector the last write that is completed, and the one that is under way.
-    told: BTreeMap<u64, u64>,
+    completed: BTreeMap<u64, u64>,
     under_way: BTreeMap<u64, u64>,
 }
 
 impl Load {
     fn new(writer: Writer, seed: u64) -> Load {
-        let (told, under_way) = (BTreeMap::new(), BTreeMap::new());
-        Load { writer, random: Random(seed), number: 0, told, under_way }
+        let (completed, under_way) = (BTreeMap::new(), BTreeMap::new());
+        Load { writer, random: Random(seed), number: 0, completed, under_way }
     }
 
     /// The next write, if it can begin.
@@ -74,7 +75,7 @@ impl Load {
             assert_eq!(status, OK, "{request:?}");
             for sector in request.sectors() {
                 assert_eq!(self.under_way.remove(&sector), Some(request.number));
-                self.told.insert(sector, request.number);
+                self.completed.insert(sector, request.number);
             }
             taken.push(request);
         }
@@ -83,12 +84,15 @@ impl Load {
 
     /// Checks what is on the disk.
     fn check(&self, image: &File) {
-        for (&sector, &told) in &self.told {
+        for (&sector, &completed) in &self.completed {
             let found = found(image, sector);
             let under_way = self.under_way.get(&sector);
-            let fits = found == word(sector, told)
+            let fits = found == word(sector, completed)
                 || under_way.is_some_and(|&number| found == word(sector, number));
-            assert!(fits, "sector {sector}: {found:x}, told {told}, under way {under_way:?}");
+            assert!(
+                fits,
+                "sector {sector}: {found:x}, completed {completed}, under way {under_way:?}"
+            );
         }
     }
 }
@@ -152,7 +156,8 @@ fn a_service_that_is_killed_a_thousand_times() {
 }
 
 /// A local disk completes requests in their order, mostly: what is left then is the end of the ring, which the used
-/// index alone tells. Here one is left from before others that are completed, and whose descriptors are used again.
+/// index alone shows. Here one is left from before others that are completed, and whose descriptors
+/// are used again.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn a_request_that_a_killed_service_left_behind_others_is_completed_once_by_the_next() {
@@ -249,8 +254,8 @@ fn drivers_are_killed(test: &str, times: u64) {
     let mut service = Service::start(Device::Guarded);
     let image = File::open(service.path("disk.img")).unwrap();
     let mut when = Random(3);
-    // Of each sector the last write that the drivers were told is completed, and those that began later.
-    let mut told: BTreeMap<u64, u64> = BTreeMap::new();
+    // Of each sector the last write that is completed, and those that began later.
+    let mut completed: BTreeMap<u64, u64> = BTreeMap::new();
     let mut later: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
     for seed in 1..=times {
         let lines = 1 + when.below(400);
@@ -268,18 +273,18 @@ fn drivers_are_killed(test: &str, times: u64) {
                 }
                 assert_eq!(what, COMPLETED);
                 later.remove(&sector);
-                told.insert(sector, number);
+                completed.insert(sector, number);
             }
         }
         for sector in FIRST..FIRST + SECTORS {
             let (found, later) = (found(&image, sector), later.entry(sector).or_default());
-            let last = told.get(&sector).map_or(0, |&number| word(sector, number));
+            let last = completed.get(&sector).map_or(0, |&number| word(sector, number));
             let fits = found == last || later.iter().any(|&n| found == word(sector, n));
-            assert!(fits, "sector {sector}: {found:x}, told {last:x}, later {later:x?}");
+            assert!(fits, "sector {sector}: {found:x}, completed {last:x}, later {later:x?}");
             // From now on that is what there is: none of the others comes any more.
             later.clear();
             if found != 0 {
-                told.insert(sector, found & 0xffff_ffff);
+                completed.insert(sector, found & 0xffff_ffff);
             }
         }
     }
@@ -287,9 +292,9 @@ fn drivers_are_killed(test: &str, times: u64) {
 }
 
 #[test]
-fn a_driver_that_is_killed_at_work_has_what_it_was_told_and_nothing_comes_later() {
+fn a_driver_that_is_killed_at_work_has_what_was_completed_and_nothing_comes_later() {
     drivers_are_killed(
-        "killed::a_driver_that_is_killed_at_work_has_what_it_was_told_and_nothing_comes_later",
+        "killed::a_driver_that_is_killed_at_work_has_what_was_completed_and_nothing_comes_later",
         TIMES,
     );
 }

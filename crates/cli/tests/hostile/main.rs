@@ -23,6 +23,7 @@ mod log;
 #[path = "../common/manager.rs"]
 mod manager;
 mod messages;
+mod pending;
 mod rings;
 mod sequences;
 mod service;

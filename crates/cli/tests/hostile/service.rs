@@ -17,13 +17,8 @@ use crate::{
     guest::{Desc, IOMMU, NEXT, PLATFORM, Ring, Session, WRITE},
     honest::{Device, Neighbour, next_front_end},
     iommu::FEATURES,
+    pending::BOUND,
 };
-
-/// How long a neighbour's request may take, whatever happens beside it, beyond the delay of the
-/// machine. On a quiet machine it takes less than a millisecond; a worker that is held up stalls
-/// for good, or for one of the time-outs, the shortest of which is 2 s (a channel that is left to the
-/// next process). A machine may hold up two services at once for more than a second.
-const BOUND: Duration = Duration::from_millis(1750);
 
 /// An attack on the device at a socket.
 pub(crate) type Attack = fn(&Target);
@@ -158,7 +153,8 @@ impl Service {
             self.iommu = Some(Session::open_at(IOMMU, &self.place.path("iommu"), PLATFORM));
         }
         if self.device != Device::Disk {
-            self.neighbour = Some(Neighbour::start(self.place.path("other"), self.device));
+            let (path, service) = (self.place.path("other"), Some(self.process().id));
+            self.neighbour = Some(Neighbour::of(path, self.device, service));
         }
     }
 
@@ -256,10 +252,13 @@ impl Service {
     }
 
     pub(crate) fn neighbour_goes_on(&self, after: &str) {
-        if let Some(neighbour) = &self.neighbour {
-            let longest = neighbour.goes_on();
-            assert!(longest < BOUND, "{after}: a neighbour's request took {longest:?}");
-        }
+        let held_up = self.neighbour_held_up();
+        assert!(held_up < BOUND, "{after}: a neighbour's request was held up for {held_up:?}");
+    }
+
+    /// The longest time for which it has held up a request of the neighbour's since the last call.
+    pub(crate) fn neighbour_held_up(&self) -> Duration {
+        self.neighbour.as_ref().map(Neighbour::held_up).unwrap_or_default()
     }
 
     /// Its resources once they stay the same.

@@ -46,7 +46,7 @@ pub(crate) struct Line {
 
 impl Line {
     pub(crate) fn start(arguments: &[&str], end: End) -> Line {
-        let place = Place::new();
+        let place = Place::in_memory();
         for name in ["disk.img", "other.img"] {
             place.write(name, vec![0; 4 << 20]);
         }
@@ -81,7 +81,7 @@ impl Line {
 
     /// Waits until each thread of the process has been seen asleep. The front ends have the replies
     /// to their requests, but a thread that was held up since may have yet to record that no
-    /// request is in progress: whoever kills the process before that has cut a request.
+    /// request is in progress: killing the process before that would cut a request.
     fn settles(&self) {
         self.threads_settle(|_| true);
     }
@@ -289,9 +289,10 @@ fn a_successor_that_says_nothing_holds_up_no_end() {
     assert!(line.now.wait().unwrap().success(), "{}", line.log());
 }
 
-/// As when both are done by one script. Whoever is first, the successor serves, once the process before is gone.
+/// As when both are done by one script. Whichever comes first, the successor serves, once the
+/// process before is gone.
 #[test]
-fn a_process_that_is_told_to_end_while_its_successor_comes_has_one() {
+fn a_process_that_is_to_end_while_its_successor_comes_has_one() {
     let mut line = Line::start(
         &["blk", "--socket", "disk", "--image", "disk.img", "--metrics", "unix:figures"],
         End::HandedOver,

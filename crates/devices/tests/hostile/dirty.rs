@@ -29,13 +29,13 @@ const FIRST: u64 = GPA / PAGE as u64;
 const ALL: u64 = 1024;
 
 /// A device, and a front end that moves its driver's memory.
-enum Way {
+enum Topology {
     Plain(Box<Rig>),
     Behind(Box<Behind>),
 }
 
 struct Moving {
-    way: Way,
+    topology: Topology,
     queue: RawQueue,
     /// Address, number among the pages of memory, and content.
     pages: Vec<(u64, u64, Window)>,
@@ -60,7 +60,7 @@ impl Moving {
             })
             .collect();
         let ring_page = number(&rig.ram, &queue.page);
-        Moving::new(Way::Plain(Box::new(rig)), queue, pages, ring_page)
+        Moving::new(Topology::Plain(Box::new(rig)), queue, pages, ring_page)
     }
 
     fn behind(disk: Disk) -> Moving {
@@ -73,20 +73,25 @@ impl Moving {
             })
             .collect();
         let ring_page = number(&behind.ram, &queue.page);
-        Moving::new(Way::Behind(Box::new(behind)), queue, pages, ring_page)
+        Moving::new(Topology::Behind(Box::new(behind)), queue, pages, ring_page)
     }
 
-    fn new(way: Way, queue: RawQueue, pages: Vec<(u64, u64, Window)>, ring_page: u64) -> Moving {
+    fn new(
+        topology: Topology,
+        queue: RawQueue,
+        pages: Vec<(u64, u64, Window)>,
+        ring_page: u64,
+    ) -> Moving {
         let (log, file) = SharedFile::create(((FIRST + ALL) / 8) as usize).unwrap();
-        let mut moving = Moving { way, queue, pages, ring_page, log, file };
+        let mut moving = Moving { topology, queue, pages, ring_page, log, file };
         moving.set_base();
         moving
     }
 
     fn front<R>(&mut self, ask: impl FnOnce(&mut Frontend) -> R) -> R {
-        match &mut self.way {
-            Way::Plain(rig) => ask(&mut rig.blk),
-            Way::Behind(behind) => ask(&mut behind.main()),
+        match &mut self.topology {
+            Topology::Plain(rig) => ask(&mut rig.blk),
+            Topology::Behind(behind) => ask(&mut behind.main()),
         }
     }
 
@@ -104,9 +109,9 @@ impl Moving {
     }
 
     fn set(&mut self, on: bool) {
-        let platform = match self.way {
-            Way::Plain(_) => 0,
-            Way::Behind(_) => F_ACCESS_PLATFORM,
+        let platform = match self.topology {
+            Topology::Plain(_) => 0,
+            Topology::Behind(_) => F_ACCESS_PLATFORM,
         };
         let features = F_VERSION_1 | F_INDIRECT_DESC | platform | F_PROTOCOL_FEATURES;
         self.front(|front| {
@@ -126,9 +131,9 @@ impl Moving {
 
     /// Runs `ask` on the worker's unit.
     fn ask<R: Send + 'static>(&self, ask: impl FnOnce(&mut BlkUnit) -> R + Send + 'static) -> R {
-        match &self.way {
-            Way::Plain(rig) => rig.on_unit(0, ask),
-            Way::Behind(behind) => behind.on_unit(0, ask),
+        match &self.topology {
+            Topology::Plain(rig) => rig.on_unit(0, ask),
+            Topology::Behind(behind) => behind.on_unit(0, ask),
         }
     }
 
@@ -292,7 +297,9 @@ fn flush(queue: &mut RawQueue) {
 fn what_waits_when_a_guest_moves_is_put_back_with_all_that_came_after_it() {
     let mut moving = Moving::behind(ram_disk(1 << 20));
     moving.set(true);
-    let Moving { way: Way::Behind(behind), queue, .. } = &mut moving else { unreachable!() };
+    let Moving { topology: Topology::Behind(behind), queue, .. } = &mut moving else {
+        unreachable!()
+    };
     queue.go_round();
     let completed = queue.used_index();
     behind.updates(Updates::Held);
@@ -317,7 +324,9 @@ fn what_waits_when_a_guest_moves_is_put_back_with_all_that_came_after_it() {
 fn completions_that_were_held_back_are_published_when_logging_ends() {
     let mut moving = Moving::behind(ram_disk(1 << 20));
     moving.set(true);
-    let Moving { way: Way::Behind(behind), queue, .. } = &mut moving else { unreachable!() };
+    let Moving { topology: Topology::Behind(behind), queue, .. } = &mut moving else {
+        unreachable!()
+    };
     // The ring itself is translated before updates are held back.
     queue.go_round();
     let completed = queue.used_index();
@@ -330,7 +339,7 @@ fn completions_that_were_held_back_are_published_when_logging_ends() {
     assert_eq!(queue.used_index(), completed);
     moving.set(false);
     assert_eq!(moving.queue.wait(), (8, 1));
-    let Way::Behind(behind) = &moving.way else { unreachable!() };
+    let Topology::Behind(behind) = &moving.topology else { unreachable!() };
     behind.updates(Updates::Now);
     behind.release(|_| ());
     assert_eq!(moving.queue.finish(), OK);

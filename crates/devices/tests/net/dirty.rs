@@ -7,7 +7,7 @@ use std::{
 };
 
 use proptest::prelude::*;
-use ringfence_devices::net::Way;
+use ringfence_devices::net::Link;
 use ringfence_mem::SharedFile;
 use ringfence_run::worker::Notify;
 use ringfence_vhost_user::{F_LOG_ALL, F_PROTOCOL_FEATURES};
@@ -103,7 +103,7 @@ proptest! {
         buffer in prop_oneof![Just(600u32), Just(2048), Just(4096)],
     ) {
         // rule D26
-        let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+        let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
         let setup = Setup { packed, event_idx, ..Setup::new(translated) };
         let mut driver = Driver::running(&net, 0, setup);
         for at in 0..u64::from(SIZE) {

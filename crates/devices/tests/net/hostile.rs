@@ -1,7 +1,7 @@
 //! A driver that writes arbitrary descriptors into its rings.
 
 use proptest::prelude::*;
-use ringfence_devices::net::{GRACE, NetOptions, Way};
+use ringfence_devices::net::{GRACE, Link, NetOptions};
 use ringfence_mem::Access;
 use ringfence_run::worker::Notify;
 use ringfence_virtq::Desc;
@@ -41,7 +41,7 @@ proptest! {
         packed: bool,
         mergeable: bool,
     ) {
-        let mut made = NetOptions { grace: GRACE, ..options(Way::Loopback, 1) };
+        let mut made = NetOptions { grace: GRACE, ..options(Link::Loopback, 1) };
         made.iotlb.timeout = std::time::Duration::from_millis(30);
         let net = device(made, 1, Notify::Adaptive);
         let features = if mergeable { Setup::new(true).features } else { 0 };
@@ -84,7 +84,7 @@ proptest! {
         packed: bool,
         translated: bool,
     ) {
-        let net = device(options(Way::Loopback, 2), 1, Notify::Adaptive);
+        let net = device(options(Link::Loopback, 2), 1, Notify::Adaptive);
         let setup = Setup { packed, pairs: 2, ..Setup::new(translated) };
         let mut driver = Driver::running(&net, 0, setup);
         if translated {

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::net::{Net, Way};
+use ringfence_devices::net::{Link, Net};
 use ringfence_lab::load::net::{Addressing, Expect, NetDriver, Options};
 use ringfence_run::worker::Notify;
 use ringfence_vhost_user::Server;
@@ -63,7 +63,7 @@ fn every_frame_comes_back_by_whatever_addresses() {
     let lasting = entries.map(|(entry, mergeable)| Addressing::Static { entry, mergeable });
     for addressing in [Addressing::Physical].into_iter().chain(lasting) {
         for (packed, prefill) in [(false, false), (true, true)] {
-            let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+            let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
             let (stream, thread) = connect(&net);
             let options = small(addressing, packed, prefill);
             let mut driver = NetDriver::open(stream, options, Expect::Own).unwrap();
@@ -91,7 +91,7 @@ fn every_frame_comes_back_by_whatever_addresses() {
 #[test]
 fn addresses_of_one_use_are_missed_or_pushed_and_invalidated() {
     for (push, packed) in [(false, false), (false, true), (true, false), (true, true)] {
-        let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+        let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
         let (stream, thread) = connect(&net);
         let options = small(Addressing::Fresh { push }, packed, false);
         let mut driver = NetDriver::open(stream, options, Expect::Own).unwrap();
@@ -119,7 +119,7 @@ fn one_way_at_a_time() {
         Addressing::Fresh { push: true },
     ] {
         for notify in [Notify::Adaptive, Notify::Sleep] {
-            let net = device(options(Way::Probe, 1), 1, notify);
+            let net = device(options(Link::Probe, 1), 1, notify);
             let (stream, thread) = connect(&net);
             let options = small(addressing, false, false);
             let mut driver = NetDriver::open(stream, options, Expect::Foreign).unwrap();
@@ -147,7 +147,7 @@ fn one_way_at_a_time() {
 /// Echoes packets after `tamper` has changed them.
 fn tampered(tamper: impl Fn(u64, Vec<u8>) -> Option<Vec<u8>>) -> NetDriver {
     const COUNT: usize = 40;
-    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Peer, 1), 1, Notify::Adaptive);
     let mut other = Driver::running(&net, 1, Setup::new(false));
     other.offer_all(0, 2048);
     let (stream, _thread) = connect(&net);

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use ringfence_devices::net::{Lost, Net, NetOptions, Way};
+use ringfence_devices::net::{Link, Lost, Net, NetOptions};
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::Access;
 use ringfence_run::worker::{Notify, Worker};
@@ -21,7 +21,7 @@ use crate::rig::{
 
 fn timing_out_after(pairs: u16, timeout: Duration) -> NetOptions {
     let iotlb = IotlbConfig { timeout, ..IotlbConfig::default() };
-    NetOptions { iotlb, ..options(Way::Loopback, pairs) }
+    NetOptions { iotlb, ..options(Link::Loopback, pairs) }
 }
 
 /// Sends updates for this many pages.
@@ -47,7 +47,7 @@ fn update_all(driver: &mut Driver, pairs: u64) {
 #[test]
 fn a_ring_whose_translation_is_missing_causes_a_miss_and_is_found() {
     // rule D22
-    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
     driver.offer_all(0, 2048);
     driver.send(0, &packet(1, 100));
@@ -68,8 +68,8 @@ fn a_ring_whose_translation_is_missing_causes_a_miss_and_is_found() {
 #[test]
 fn a_burst_sends_all_its_misses_at_once_and_none_twice() {
     // rules D16, D17
-    let made = IotlbConfig { again: Duration::from_secs(60), ..options(Way::Loopback, 1).iotlb };
-    let made = NetOptions { iotlb: made, ..options(Way::Loopback, 1) };
+    let made = IotlbConfig { again: Duration::from_secs(60), ..options(Link::Loopback, 1).iotlb };
+    let made = NetOptions { iotlb: made, ..options(Link::Loopback, 1) };
     let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Adaptive).unwrap()].into();
     let net = Net::new(made, Arc::clone(&workers)).unwrap();
     let mut driver = Driver::running(&net, 0, Setup::new(true));
@@ -169,7 +169,7 @@ fn silence_is_given_up_on_after_a_while() {
 #[test]
 fn a_refusal_is_not_waited_for() {
     // rule D9: when the miss is sent again, the front end refuses it.
-    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
     driver.offer_all(0, 2048);
     let nowhere = IOVA + (1 << 40);
@@ -228,7 +228,7 @@ fn a_buffer_that_cannot_be_reached_costs_no_packet() {
 fn after_an_invalidation_is_completed_nothing_is_written_there() {
     // rule D15
     for packed in [false, true] {
-        let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+        let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
         let mut driver = Driver::running(&net, 0, Setup { packed, ..Setup::new(true) });
         driver.offer_all(0, PAGE as u32);
         let (mut sent, mut got) = (0, 0);
@@ -284,7 +284,7 @@ fn no_packet_is_lost_when_all_translations_go() {
     // rules D21, D22: the ring's too.
     for packed in [false, true] {
         for notify in [Notify::Adaptive, Notify::Sleep] {
-            let net = device(options(Way::Loopback, 1), 1, notify);
+            let net = device(options(Link::Loopback, 1), 1, notify);
             let setup = Setup { packed, event_idx: true, ..Setup::new(true) };
             let mut driver = Driver::running(&net, 0, setup);
             driver.offer_all(0, 2048);
@@ -315,7 +315,7 @@ fn no_packet_is_lost_when_all_translations_go() {
 #[test]
 fn misses_of_a_sender_and_of_a_receiver_are_distinguished() {
     // The receiver's misses are for writing, the sender's for reading.
-    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Peer, 1), 1, Notify::Adaptive);
     let mut sender = Driver::running(&net, 0, Setup::new(true));
     let mut receiver = Driver::running(&net, 1, Setup::new(true));
     update_rings(&mut sender, 2);
@@ -341,7 +341,7 @@ fn misses_of_a_sender_and_of_a_receiver_are_distinguished() {
 
 #[test]
 fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
-    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Peer, 1), 1, Notify::Adaptive);
     let mut sender = Driver::running(&net, 0, Setup::new(false));
     let mut receiver = Driver::running(&net, 1, Setup::new(true));
     receiver.offer_all(0, 2048);
@@ -371,7 +371,7 @@ fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
 fn an_invalidation_is_not_completed_while_a_worker_may_be_using_it() {
     // rule D15
     let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Poll).unwrap()].into();
-    let net = Net::new(options(Way::Loopback, 1), Arc::clone(&workers)).unwrap();
+    let net = Net::new(options(Link::Loopback, 1), Arc::clone(&workers)).unwrap();
     let mut driver = Driver::running(&net, 0, Setup::new(true));
     driver.offer_all(0, 2048);
     driver.send(0, &packet(1, 100));

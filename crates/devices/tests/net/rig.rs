@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::net::{Net, NetOptions, Way, wire};
+use ringfence_devices::net::{Link, Net, NetOptions, wire};
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, GuestRam};
 use ringfence_run::{
@@ -49,11 +49,11 @@ const SENT_END: u64 = 512 * PAGE;
 /// Where buffers lie.
 pub(crate) const BUFFERS_AT: u64 = SENT_END;
 
-pub(crate) fn options(way: Way, pairs: u16) -> NetOptions {
+pub(crate) fn options(link: Link, pairs: u16) -> NetOptions {
     let iotlb = IotlbConfig { timeout: LONG, ..IotlbConfig::default() };
     // A receiver that a busy machine does not let run for a while loses nothing.
     let grace = LONG;
-    NetOptions { pairs, grace, iotlb, ..NetOptions::new("test", way) }
+    NetOptions { pairs, grace, iotlb, ..NetOptions::new("test", link) }
 }
 
 pub(crate) fn device(options: NetOptions, workers: usize, notify: Notify) -> Arc<Net> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, Way, wire};
+use ringfence_devices::net::{GRACE, Link, Lost, Net, NetOptions, wire};
 use ringfence_mem::GuestRam;
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::Handler;
@@ -58,7 +58,7 @@ fn packets_come_back_byte_for_byte() {
         for packed in [false, true] {
             for event_idx in [false, true] {
                 let setup = Setup { packed, event_idx, ..Setup::new(translated) };
-                let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+                let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
                 let mut driver = Driver::running(&net, 0, setup);
                 driver.offer_all(0, 2048);
                 exchange(&mut [&mut driver], 0, 0, 0, 300, usize::MAX);
@@ -72,7 +72,7 @@ fn packets_come_back_byte_for_byte() {
 fn a_worker_that_sleeps_is_woken_by_packets_and_by_updates() {
     for packed in [false, true] {
         let setup = Setup { packed, event_idx: true, ..Setup::new(true) };
-        let net = device(options(Way::Loopback, 1), 1, Notify::Sleep);
+        let net = device(options(Link::Loopback, 1), 1, Notify::Sleep);
         let mut driver = Driver::running(&net, 0, setup);
         driver.offer_all(0, 2048);
         exchange(&mut [&mut driver], 0, 0, 0, 60, 1500);
@@ -82,7 +82,7 @@ fn a_worker_that_sleeps_is_woken_by_packets_and_by_updates() {
 #[test]
 fn what_one_device_sends_the_other_receives() {
     for (a, b) in [(false, false), (true, false), (true, true)] {
-        let net = device(options(Way::Peer, 2), 1, Notify::Adaptive);
+        let net = device(options(Link::Peer, 2), 1, Notify::Adaptive);
         let setup = |translated, packed| Setup { pairs: 2, packed, ..Setup::new(translated) };
         let mut first = Driver::running(&net, 0, setup(a, true));
         let mut second = Driver::running(&net, 1, setup(b, false));
@@ -105,7 +105,7 @@ fn what_one_device_sends_the_other_receives() {
 fn memory_that_is_replaced_under_two_devices_is_unmapped_by_no_worker() {
     for translated in [false, true] {
         let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Adaptive).unwrap()].into();
-        let net = Net::new(options(Way::Peer, 1), Arc::clone(&workers)).unwrap();
+        let net = Net::new(options(Link::Peer, 1), Arc::clone(&workers)).unwrap();
         let mut ends = [0, 1].map(|end| Driver::running(&net, end, Setup::new(translated)));
         ends.iter_mut().for_each(|end| end.offer_all(0, 2048));
         for _ in 0..10 {
@@ -129,7 +129,7 @@ fn memory_that_is_replaced_under_two_devices_is_unmapped_by_no_worker() {
 /// As a front end changes a region: it removes it, and adds it again.
 #[test]
 fn rings_whose_memory_goes_and_comes_back_go_on() {
-    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Peer, 1), 1, Notify::Adaptive);
     let mut ends = [0, 1].map(|end| Driver::running(&net, end, Setup::new(false)));
     ends.iter_mut().for_each(|end| end.offer_all(0, 2048));
     let elsewhere = GuestRam::new(PAGE as usize, 0).unwrap();
@@ -146,7 +146,7 @@ fn rings_whose_memory_goes_and_comes_back_go_on() {
 
 #[test]
 fn a_pair_that_only_the_sender_uses_ends_at_another_of_the_receiver() {
-    let net = device(options(Way::Peer, 2), 1, Notify::Adaptive);
+    let net = device(options(Link::Peer, 2), 1, Notify::Adaptive);
     let mut many = Driver::running(&net, 0, Setup { pairs: 2, ..Setup::new(false) });
     let mut one = Driver::running(&net, 1, Setup::new(false));
     one.offer_all(0, 2048);
@@ -159,7 +159,7 @@ fn a_pair_that_only_the_sender_uses_ends_at_another_of_the_receiver() {
 #[test]
 fn pairs_of_a_loopback_do_not_mix() {
     let setup = Setup { pairs: 3, ..Setup::new(true) };
-    let net = device(options(Way::Loopback, 3), 2, Notify::Adaptive);
+    let net = device(options(Link::Loopback, 3), 2, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, setup);
     for pair in 0..3 {
         driver.offer_all(pair, 2048);
@@ -171,7 +171,7 @@ fn pairs_of_a_loopback_do_not_mix() {
 
 #[test]
 fn without_mergeable_buffers_a_packet_takes_one_or_is_lost() {
-    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup { features: 0, ..Setup::new(true) });
     driver.offer_all(0, 2048);
     exchange(&mut [&mut driver], 0, 0, 0, 100, 2036);
@@ -185,7 +185,7 @@ fn without_mergeable_buffers_a_packet_takes_one_or_is_lost() {
 
 #[test]
 fn what_is_not_a_packet_is_dropped_and_counted() {
-    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(false));
     driver.offer_all(0, 2048);
     // Shorter than a header; a buffer that the device would write; longer than any packet.
@@ -215,7 +215,7 @@ fn what_is_not_a_packet_is_dropped_and_counted() {
 #[test]
 fn work_that_the_receiver_cannot_do_is_not_left_to_it() {
     use wire::feature::{CSUM, GUEST_CSUM};
-    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Peer, 1), 1, Notify::Adaptive);
     let able = Setup { features: CSUM | GUEST_CSUM, ..Setup::new(false) };
     let mut able = Driver::running(&net, 0, able);
     let mut unable = Driver::running(&net, 1, Setup { features: CSUM, ..Setup::new(false) });
@@ -248,9 +248,9 @@ fn work_that_the_receiver_cannot_do_is_not_left_to_it() {
 fn offsets_that_lead_out_of_a_packet_do_not_pass_from_one_guest_to_another() {
     use wire::feature::{CSUM, GUEST_CSUM, GUEST_TSO4, HOST_TSO4};
     let features = CSUM | GUEST_CSUM | HOST_TSO4 | GUEST_TSO4;
-    for way in [Way::Peer, Way::Loopback] {
-        let ends = way.ends();
-        let net = device(options(way, 1), 1, Notify::Adaptive);
+    for link in [Link::Peer, Link::Loopback] {
+        let ends = link.ends();
+        let net = device(options(link, 1), 1, Notify::Adaptive);
         let mut drivers: Vec<Driver> = (0..ends)
             .map(|end| Driver::running(&net, end, Setup { features, ..Setup::new(false) }))
             .collect();
@@ -297,7 +297,7 @@ fn offsets_that_lead_out_of_a_packet_do_not_pass_from_one_guest_to_another() {
 
 #[test]
 fn a_receiver_without_buffers_holds_up_the_sender_for_a_moment_only() {
-    let made = NetOptions { grace: GRACE, ..options(Way::Peer, 1) };
+    let made = NetOptions { grace: GRACE, ..options(Link::Peer, 1) };
     let net = device(made, 1, Notify::Adaptive);
     let mut sender = Driver::running(&net, 0, Setup::new(false));
     // No receiver.
@@ -325,7 +325,7 @@ fn a_receiver_without_buffers_holds_up_the_sender_for_a_moment_only() {
 #[test]
 fn a_ring_that_is_disabled_has_no_effect() {
     // rule D28: what is sent is discarded, nothing is received.
-    let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(false));
     driver.offer_all(0, 2048);
     driver.front.set_vring_enable(1, false).unwrap();
@@ -348,7 +348,7 @@ fn a_ring_that_is_disabled_has_no_effect() {
 fn a_ring_that_stops_goes_on_where_it_was() {
     // rule D28
     for packed in [false, true] {
-        let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
+        let net = device(options(Link::Loopback, 1), 1, Notify::Adaptive);
         let mut driver = Driver::running(&net, 0, Setup { packed, ..Setup::new(true) });
         driver.offer_all(0, 2048);
         exchange(&mut [&mut driver], 0, 0, 0, 70, 1500);
@@ -375,7 +375,7 @@ fn a_ring_that_stops_goes_on_where_it_was() {
 
 #[test]
 fn a_driver_that_is_gone_makes_room_for_the_next() {
-    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let net = device(options(Link::Peer, 1), 1, Notify::Adaptive);
     let mut stays = Driver::running(&net, 0, Setup::new(true));
     stays.offer_all(0, 2048);
     for translated in [true, false, true] {
@@ -390,7 +390,7 @@ fn a_driver_that_is_gone_makes_room_for_the_next() {
 #[test]
 fn a_device_reports_what_it_is() {
     let made =
-        NetOptions { mac: Some([2, 3, 4, 5, 6, 7]), mtu: Some(9000), ..options(Way::Loopback, 4) };
+        NetOptions { mac: Some([2, 3, 4, 5, 6, 7]), mtu: Some(9000), ..options(Link::Loopback, 4) };
     let net = device(made, 1, Notify::Adaptive);
     let mut backend = net.connect(0);
     let mut space = [0xff; 14];
@@ -405,6 +405,6 @@ fn a_device_reports_what_it_is() {
     let platform = ringfence_virtq::F_ACCESS_PLATFORM;
     assert_eq!(offered & platform, platform);
     drop(backend);
-    let plain = NetOptions { iommu: false, ..options(Way::Loopback, 1) };
+    let plain = NetOptions { iommu: false, ..options(Link::Loopback, 1) };
     assert_eq!(device(plain, 1, Notify::Adaptive).connect(0).features() & platform, 0);
 }

@@ -122,7 +122,7 @@ impl To {
     fn wait(&self, token: u64) {
         match self {
             To::Here(iotlb) => iotlb.shootdown().wait(token),
-            // (Of an update that was refused another request tells.)
+            // (Another request reports an update that was refused.)
             To::BackEnd { messages, .. } => drop(messages.settle()),
         }
     }

@@ -40,7 +40,7 @@ fn two(change: impl Fn(Setup) -> Option<Setup>) -> Option<String> {
     let programs = (together::setup(), [vec(together::step(), 200), vec(together::step(), 200)]);
     (0..TRIES).find_map(|_| {
         let (setup, programs) = programs.new_tree(&mut runner).expect("a program").current();
-        together::run(&change(setup)?, 0, &programs).err()
+        together::run_awaiting(&change(setup)?, &programs).err()
     })
 }
 
@@ -228,7 +228,7 @@ fn caches_are_warm_so_that_what_lazy_leaves_open_is_seen() {
     let (mut stale, mut refused) = (0, 0);
     for _ in 0..10 {
         let (setup, programs) = programs.new_tree(&mut runner).unwrap().current();
-        let count = together::run(&setup, 0, &programs).unwrap();
+        let count = together::run_awaiting(&setup, &programs).unwrap();
         println!("{}: {count:?}", setup.config.policy);
         (stale, refused) = (stale + count.stale, refused + count.refused);
     }

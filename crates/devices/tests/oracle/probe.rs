@@ -352,6 +352,8 @@ pub(crate) struct Roaming {
     /// An access that waits for its translation.
     waits: Option<Attempt>,
     pub(crate) records: Vec<Record>,
+    /// How many these are, or that there will be no more.
+    looks: Arc<AtomicU64>,
 }
 
 /// An access that is to be made.
@@ -378,10 +380,12 @@ impl Roaming {
         sequence: Sequence,
         seed: u64,
         stamp: u64,
+        looks: &Arc<AtomicU64>,
     ) -> Roaming {
-        let (targets, records) = (Arc::clone(targets), Vec::new());
+        let (targets, records, looks) = (Arc::clone(targets), Vec::new(), Arc::clone(looks));
         let (rest_until_ns, ends, waits) = (0, false, None);
-        Roaming { targets, sequence, random: seed, stamp, rest_until_ns, ends, waits, records }
+        let random = seed;
+        Roaming { targets, sequence, random, stamp, rest_until_ns, ends, waits, records, looks }
     }
 
     /// Picks what to touch next, if there is anything yet. Without leases all that is written is held,
@@ -472,6 +476,9 @@ impl ProbeUnit {
         }
         let ended = (!ok || hold_until_ns.is_none()).then(|| roaming.sequence.next());
         roaming.records.push(Record { addr, write, began, ended, ok, data, loud });
+        let looks = roaming.records.len();
+        let looks = if looks < RECORDS { looks as u64 } else { u64::MAX };
+        roaming.looks.store(looks, Ordering::SeqCst);
         true
     }
 }

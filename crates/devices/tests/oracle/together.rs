@@ -189,12 +189,15 @@ struct Driver<'a> {
     held: Vec<(usize, Held)>,
     watched: Vec<StaleIova>,
     account: Account,
+    /// How often each probe has looked, if it is waited for.
+    looks: Option<&'a [Arc<AtomicU64>]>,
 }
 
 impl Driver<'_> {
     fn run(mut self, steps: &[Step]) -> Result<Account, String> {
-        for step in steps {
+        for (step, number) in steps.iter().zip(1..) {
             self.step(step)?;
+            self.await_probes(number);
         }
         while !self.held.is_empty() {
             self.step(&Step::Unmap { which: 0 })?;
@@ -315,6 +318,24 @@ impl Driver<'_> {
             Step::Linger { us } => linger(Duration::from_micros(*us)),
         }
         Ok(())
+    }
+
+    /// Where probes are waited for, waits after every eighth event until each has begun another
+    /// access and ended it: on a busy machine it might not run at all while something is mapped.
+    fn await_probes(&self, number: u64) {
+        let Some(looks) = self.looks.filter(|_| number.is_multiple_of(8)) else { return };
+        // They look at nothing while nothing was ever mapped.
+        if self.next_target > 0 {
+            let now = |look: &Arc<AtomicU64>| look.load(Ordering::SeqCst);
+            let (begun, before) = (Instant::now(), looks.iter().map(now).collect::<Vec<_>>());
+            let has =
+                |(look, before): (&Arc<AtomicU64>, &u64)| now(look) > before.saturating_add(1);
+            let all = || looks.iter().zip(&before).all(has);
+            while !(all() || looks.iter().any(|look| now(look) == u64::MAX)) {
+                assert!(begun.elapsed() < LONG, "a probe does not look");
+                thread::yield_now();
+            }
+        }
     }
 
     /// If the policy is strict and no thread is changing it: how often it was changed so far.
@@ -440,6 +461,7 @@ impl Driver<'_> {
         let place = |gpa: u64| (gpa - self.pages.gpa()) as usize;
         words().for_each(|gpa| window.write(place(gpa), &private(gpa)));
         linger(Duration::from_micros(at % 32));
+        self.await_probes(at);
         for gpa in words() {
             let mut bytes = [0; 8];
             window.read(place(gpa), &mut bytes);
@@ -482,6 +504,21 @@ pub(crate) fn run(
     failures: u32,
     programs: &[Vec<Step>; 2],
 ) -> Result<Count, String> {
+    run_beside(setup, failures, programs, false)
+}
+
+/// The same, with drivers that now and then wait until the probes have looked, where it counts that
+/// something is met and not when.
+pub(crate) fn run_awaiting(setup: &Setup, programs: &[Vec<Step>; 2]) -> Result<Count, String> {
+    run_beside(setup, 0, programs, true)
+}
+
+fn run_beside(
+    setup: &Setup,
+    failures: u32,
+    programs: &[Vec<Step>; 2],
+    awaits: bool,
+) -> Result<Count, String> {
     let (mut rig, dma) = Rig::new(setup, Environment::default());
     let pages = Arc::clone(&rig.pages);
     for gpa in (pages.gpa()..pages.gpa() + pages.window().len() as u64).step_by(8) {
@@ -496,9 +533,10 @@ pub(crate) fn run(
         Arc::new((0..2 * TARGETS).map(|_| AtomicU64::new(0)).collect());
     let history = rig.history.clone();
     let unit = rig.probe_unit;
-    for (number, worker) in (0..).zip(&*rig.workers) {
+    let looks: Vec<Arc<AtomicU64>> = rig.workers.iter().map(|_| Arc::default()).collect();
+    for ((number, worker), looks) in (0..).zip(&*rig.workers).zip(&looks) {
         let stamp = STAMP | number << 48;
-        let roaming = Roaming::new(&targets, history.sequence.clone(), number, stamp);
+        let roaming = Roaming::new(&targets, history.sequence.clone(), number, stamp, looks);
         worker.call(move |work| work.unit::<ProbeUnit>(unit).unwrap().roaming = Some(roaming));
     }
     let (mut reported, switches) = (Vec::new(), Switches::default());
@@ -518,6 +556,7 @@ pub(crate) fn run(
                     held: Vec::new(),
                     watched: Vec::new(),
                     account: Account::default(),
+                    looks: awaits.then_some(&looks[..]),
                 };
                 scope.spawn(move || driver.run(steps))
             })
@@ -708,7 +747,8 @@ fn a_page_that_a_lazy_unmap_left_reachable_is_written_after_a_strict_one_of_its_
     let config = DmaConfig { flush: Some(flush), timer: TimerKind::Thread, ..plain.config };
     let setup = Setup { config, kind: rig::Kind::Table, bounces: None, ..plain };
     let steps: Vec<_> = page.iter().cycle().take(400).cloned().collect();
-    let reused = (0..100).any(|_| run(&setup, 0, &[steps.clone(), vec![]]).unwrap().reused > 0);
+    let programs = [steps, vec![]];
+    let reused = (0..100).any(|_| run_awaiting(&setup, &programs).unwrap().reused > 0);
     assert!(reused, "no probe has written by the earlier address");
 }
 

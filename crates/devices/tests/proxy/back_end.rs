@@ -109,7 +109,7 @@ pub(crate) struct Seen {
     pub(crate) has: Mutex<usize>,
     pub(crate) script: Mutex<Option<Script>>,
     connection: Mutex<Option<Shutdown>>,
-    /// Nobody is to be served any more.
+    /// No connection is to be served any more.
     pub(crate) over: AtomicBool,
 }
 

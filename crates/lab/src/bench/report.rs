@@ -19,7 +19,7 @@ const MOST_SLOWER: usize = 8;
 const MOST_NAMED: usize = 4;
 /// Our implementation.
 const OURS: &str = "ringfence";
-/// So few rows are all printed, without being asked for.
+/// So few rows are all printed, without --details.
 const FEW: usize = 24;
 /// The setting that lists why something did not run.
 pub(super) const MISSING: &str = "did_not_run";
@@ -353,11 +353,12 @@ fn figure(row: &Row, key: &str) -> Interval {
     }
 }
 
-/// What a row was measured with, in words; `impl` is its implementation.
+/// What a row was measured with, in words: `iommu off`; `impl` is its implementation.
 pub(crate) fn text(row: &Row, key: &str) -> String {
     match row.params.get(key) {
         _ if key == "impl" => row.implementation.clone(),
         Some(Value::String(text)) => plain(text),
+        Some(Value::Bool(on)) => format!("{key} {}", if *on { "on" } else { "off" }),
         Some(value) => value.to_string(),
         None => String::new(),
     }
@@ -461,6 +462,16 @@ mod tests {
         // The control is no peer, and what is its own base is not compared.
         assert_eq!(cells_of(&text, "a"), ["a", "2", ".632", ".500", ".800", "2"]);
         assert!(!text.contains("\n  control") && !text.contains("\n  b "), "{text}");
+    }
+
+    #[test]
+    fn a_switch_is_on_or_off() {
+        let params = object([("iommu", false.into()), ("sandbox", true.into())]);
+        let row = Row { params, ..Row::default() };
+        assert_eq!(
+            ["iommu", "sandbox"].map(|key| super::text(&row, key)),
+            ["iommu off", "sandbox on"]
+        );
     }
 
     #[test]

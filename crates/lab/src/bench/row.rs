@@ -17,7 +17,7 @@ pub struct Benchmark {
     pub bench: String,
     /// Where it ran.
     pub host: Machine,
-    /// Rounds asked for.
+    /// Rounds requested.
     pub rounds: u32,
     /// Whether it was stopped before they were complete.
     pub interrupted: bool,
@@ -25,7 +25,7 @@ pub struct Benchmark {
     pub settings: Map<String, Value>,
     /// One for each implementation and each set of parameters.
     pub rows: Vec<Row>,
-    /// What each placement costs the hardware, if that was asked for (`iova`).
+    /// What each placement costs the hardware, if that was requested (`iova`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Vec<Row>>,
     /// What a reader should know about the run.

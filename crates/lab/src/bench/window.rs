@@ -25,7 +25,7 @@ pub(super) const TURNS: u32 = 16;
 /// How often a driver looks for misses while there should be none.
 pub(super) const LOOK: Duration = Duration::from_micros(20);
 /// A back end that does nothing for so long, though there is something to do, is given up.
-pub(super) const STUCK: Duration = Duration::from_secs(30);
+pub(super) const STUCK: Duration = Duration::from_secs(60);
 
 /// The CPUs of a back end and of its driver.
 pub(super) fn cpus(benchmark: &mut Benchmark) -> [usize; 2] {
@@ -221,6 +221,16 @@ pub(super) fn messages_per(own: &[Measured], what: &str) -> [(String, Value); 3]
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shares_are_of_the_window() {
+        let mut begun = Mark::new(5, 7, Messages { misses: 0, updates: 0, invalidations: 0 });
+        begun.cpu = Duration::ZERO;
+        let (at, cpu) = (begun.at + Duration::from_secs(2), Duration::from_secs(1));
+        let window = begun.until(&Mark { at, cpu, done: 9, backend_ns: 500_000_007, ..begun });
+        let Window { seconds, done, driver_share, backend_share, .. } = window;
+        assert_eq!((seconds, done, driver_share, backend_share), (2.0, 4, 0.5, 0.25));
+    }
 
     #[test]
     fn a_round_in_which_the_base_did_nothing_has_no_ratio() {

@@ -23,8 +23,8 @@ use rustix::{
 };
 
 use crate::proxy::{
-    GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, NEED_REPLY, REPLY, SET_VRING_BASE,
-    SET_VRING_KICK, UPDATE, Way, receive, send,
+    Direction, GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, NEED_REPLY, REPLY, SET_VRING_BASE,
+    SET_VRING_KICK, UPDATE, receive, send,
 };
 
 const PAGE: u64 = 4096;
@@ -107,7 +107,7 @@ impl Null {
         loop {
             let (front, kicked) = self.wait();
             if front {
-                let Ok((message, files)) = receive(&self.front, Way::ToBack) else { return };
+                let Ok((message, files)) = receive(&self.front, Direction::ToBack) else { return };
                 self.message(message, files, mib);
             }
             if let Some(kick) = self.kick.as_ref().filter(|_| kicked) {
@@ -193,8 +193,13 @@ impl Null {
     }
 
     fn reply(&self, request: u32, payload: Vec<u8>) {
-        let reply =
-            Message { at: Instant::now(), way: Way::ToFront, request, flags: 1 | REPLY, payload };
+        let reply = Message {
+            at: Instant::now(),
+            direction: Direction::ToFront,
+            request,
+            flags: 1 | REPLY,
+            payload,
+        };
         send(&self.front, &reply, &[]).unwrap();
     }
 
@@ -240,7 +245,7 @@ impl Null {
             payload[24..26].copy_from_slice(&[access, MISS]);
             let miss = Message {
                 at: Instant::now(),
-                way: Way::ChannelToFront,
+                direction: Direction::ChannelToFront,
                 request: 1,
                 flags: 1,
                 payload,

@@ -91,7 +91,7 @@ impl Program {
         }
     }
 
-    /// From now on the device may write where it was not told to.
+    /// From now on the device may write where no request has it write.
     pub(super) fn disclaim(&mut self) {
         self.moving.iter_mut().for_each(|moving| moving.exact = false);
     }

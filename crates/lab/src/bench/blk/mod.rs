@@ -54,7 +54,7 @@ use crate::{
     run::Usage,
 };
 
-/// What a measurement takes besides its window.
+/// Time of a measurement besides its window.
 const OVERHEAD: Duration = Duration::from_millis(14);
 
 /// How it is printed.
@@ -86,7 +86,7 @@ pub const SHEET: Sheet = Sheet {
             against: &[Against {
                 ratio: "ratio_to_without",
                 by: "iommu",
-                what: "against no IOTLB, with one that is on:",
+                what: "against no IOTLB",
             }],
             figures: &[Figure::new("ratio_to_without", "x without", 1.0).with_half()],
             ..report::Part::ALL
@@ -101,9 +101,9 @@ const LEGEND: &str = "  rows       kind/ring/queues x requests in flight in each
   x off      against the same requests without an IOMMU, with the guest's buffers, unconfined, or without a proxy
   cpu        CPU time of the back end for a request, µs, the kernel's work for it included; x off as above
   ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
-  short, moved, failed
-             windows in which the driver had its CPU for less than 95 %, in which the CPUs lay elsewhere than in most,
-             that came to nothing; all others are in the medians, the first two kinds as well
+  short      windows in which the driver had its CPU for less than 95 %; the medians include them
+  moved      windows in which the CPUs lay elsewhere than in most; the medians include them
+  failed     windows without a result; the medians leave them out
   4k, 2m     how much an UPDATE covers: of entries that a back end can merge, or cannot
   dynamic    each request has two pages of its own (data; header, status and table), invalidated when it is done: the
              back end misses, or the driver pushes

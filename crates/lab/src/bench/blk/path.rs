@@ -57,15 +57,15 @@ const STATUS_AT: u64 = HEADER_BYTES as u64;
 const TABLE_AT: u64 = 32;
 
 /// A way to memory with a quiet point between bursts.
-trait Way: Translate {
+trait Quiet: Translate {
     fn quiet(&mut self);
 }
 
-impl Way for Physical {
+impl Quiet for Physical {
     fn quiet(&mut self) {}
 }
 
-impl Way for Bus {
+impl Quiet for Bus {
     fn quiet(&mut self) {
         Bus::quiet(self);
     }
@@ -97,7 +97,7 @@ trait Timed {
     fn time(&mut self, clock: &Clock, length: Duration) -> Result<f64>;
 }
 
-impl<T: Way> Rig<T> {
+impl<T: Quiet> Rig<T> {
     /// `at`: where the device sees a page of memory; `way`: how it gets there.
     fn new(
         disk: &Arc<Ram>,
@@ -195,7 +195,7 @@ impl<T: Way> Rig<T> {
     }
 }
 
-impl<T: Way> Timed for Rig<T> {
+impl<T: Quiet> Timed for Rig<T> {
     fn time(&mut self, clock: &Clock, length: Duration) -> Result<f64> {
         let (begun, before) = (Instant::now(), self.done);
         let mut ticks = 0;

@@ -228,6 +228,6 @@ mod tests {
         let sizes = draw(Size { min: 33, max: 512 });
         assert!(sizes.iter().all(|size| (33..=512).contains(size)));
         assert!(sizes.iter().any(|size| *size < 64) && sizes.iter().any(|size| *size > 480));
-        assert_eq!(sizes, draw(Size { min: 33, max: 512 }), "the same for everyone");
+        assert_eq!(sizes, draw(Size { min: 33, max: 512 }), "the same each time");
     }
 }

@@ -337,6 +337,11 @@ mod tests {
         }
     }
 
+    /// One that leaves a busy machine the time for all operations of a check.
+    fn patient() -> Method {
+        Method { budget: Duration::from_secs(300), ..method() }
+    }
+
     fn aperture() -> Aperture {
         Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap()
     }
@@ -363,12 +368,15 @@ mod tests {
             let fault = AllocReason::Exhausted { first: 0, last: 0 };
             (call >= 100 && call % 4 == 0).then_some(Err(fault))
         });
-        entrant.check(Pattern::Hot, 0, &method());
+        entrant.check(Pattern::Hot, 0, &patient());
         let checked = entrant.checked;
         assert_eq!(checked.operations, CHECKED);
         assert_eq!((checked.failures, checked.with_hole), (CHECKED / 4, CHECKED / 4));
         assert_eq!(entrant.out, None, "it is not a violation, and goes on");
-        entrant.measure(Pattern::Random, 1, 0, &method());
+        // Enough of them for both kinds, however long each takes.
+        while entrant.taken(1).sum("operations") < 100 {
+            entrant.measure(Pattern::Random, 1, 0, &method());
+        }
         let taken = &entrant.samples[&1].taken;
         assert!(taken.sum("failures") > 0 && taken.sum("failures") < taken.sum("operations"));
     }
@@ -395,7 +403,7 @@ mod tests {
                 Ok(own + GRANULE)
             })
         });
-        entrant.check(Pattern::Random, 0, &method());
+        entrant.check(Pattern::Random, 0, &patient());
         assert!(entrant.violations[0].contains("taken already"), "{:?}", entrant.violations);
         assert!(entrant.out.is_some());
         entrant.measure(Pattern::Random, 1, 0, &method());

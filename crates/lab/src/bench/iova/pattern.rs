@@ -12,7 +12,7 @@ pub const LARGEST: u64 = 4096;
 pub const BATCH: usize = 256;
 /// Ranges that are churned beside a full set of other sizes.
 pub const BESIDE: u64 = 1024;
-/// The most live ranges that can be asked for.
+/// The most live ranges that can be requested.
 const MOST_LIVE: u64 = 10_000_000;
 /// Of numbers of live ranges.
 const UNITS: Units = ("km", 1000);

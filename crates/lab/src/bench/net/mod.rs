@@ -50,7 +50,7 @@ use case::{Case, Direction, Entry, Implementation, Part, Ring, Topic};
 const MOST_LOST: f64 = 5e-5;
 /// How long a back end may take to log why a connection ended.
 const REASON: Duration = Duration::from_millis(300);
-/// What a measurement takes besides its window.
+/// Time of a measurement besides its window.
 const OVERHEAD: Duration = Duration::from_millis(160);
 
 /// How it is printed.
@@ -87,13 +87,13 @@ const LEGEND: &str = "  rows       direction/ring/addresses: taken from the driv
   x dpdk     against DPDK's with the same addresses
   lost       frames; a window may lose 0.005 % of them
   ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
-  short, moved, failed
-             windows in which an end had its CPU for less than 95 %, in which the CPUs lay elsewhere than in most, that
-             came to nothing; all others are in the medians, the first two kinds as well
+  short      windows in which an end had its CPU for less than 95 %; the medians include them
+  moved      windows in which the CPUs lay elsewhere than in most; the medians include them
+  failed     windows without a result; the medians leave them out
   4k, 2m     how much an UPDATE covers: of entries that a back end can merge, or cannot
   dynamic    each use of a buffer has a page of its own, invalidated after it: the back end misses, or the driver pushes
-  notified   so too, where Ringfence is the IOMMU, in the device's process: 64 neighbouring buffers, or as many that lie
-             scattered, or each by itself are a mapping; notified off is the same driver and device without
+  notified   as dynamic, with Ringfence as the IOMMU, in the device's process; a mapping is of 64 neighbouring buffers,
+             of 64 scattered ones, or of one (each); notified off: the same driver and device without an IOMMU
   direct, proxy
              the driver at a back end that leaves its CPU while it has nothing to do, or at a proxy that shares that CPU
   upd/s      UPDATEs with their replies that the socket moves: with one in flight, and 64

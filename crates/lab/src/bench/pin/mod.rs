@@ -82,12 +82,12 @@ const LEGEND: &str = "  rows            pages/memory/list: pages side by side, i
     ringfence bench pin --runs examples/traces/*.gz
 
 HUGE PAGES:
-    hugetlb needs huge pages that were set apart (sysctl vm.nr_hugepages=N): without, it is told that it
-    did not run, and named by --memory that is a failure
+    hugetlb needs huge pages that were set apart (sysctl vm.nr_hugepages=N): without, the output reports
+    that it did not run, and named by --memory that is a failure
 
 EXIT STATUS:
     0   done
-    1   somebody did not pin what it should have, memory that was named is not there, or Ctrl-C
+    1   an implementation did not pin what it should have, named memory is not there, or Ctrl-C
     2   wrong usage, a file that is no recording included: nothing was run")]
 pub struct Options {
     /// The implementations to measure, separated by commas; ringfence-each is called once a page.

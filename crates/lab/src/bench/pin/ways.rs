@@ -224,7 +224,7 @@ const BLOCK: u64 = 100;
 /// A call that every kernel has fails.
 pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<(Name, Vec<Value>)> {
     let page = buffer(memory.page(0), 1);
-    let mut ways: Vec<Way<'_>> = Vec::new();
+    let mut ways: Vec<OnePageCall<'_>> = Vec::new();
     for (call, name) in
         [("update, ring registered", Name::Registered), ("update", Name::Descriptor)]
     {
@@ -234,20 +234,20 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<(Name, Ve
             continue;
         }
         let once = move |pin: bool| ring.update(0, &[if pin { page } else { NOTHING }]);
-        ways.push(Way::new(call, Some(name), once));
+        ways.push(OnePageCall::new(call, Some(name), once));
     }
     let ring = Ring::new(Name::Descriptor)?;
     let once = move |pin: bool| if pin { ring.register(&page) } else { ring.unregister() };
-    ways.push(Way::new("table of one", None, once));
+    ways.push(OnePageCall::new("table of one", None, once));
     let begun = Instant::now();
     while begun.elapsed() < COMPARISON {
-        for Way { call, block, ticks, .. } in &mut ways {
+        for OnePageCall { call, block, ticks, .. } in &mut ways {
             let [pin, unpin] = block(clock).with_context(|| format!("pinning a page ({call})"))?;
             *ticks = [ticks[0].min(pin), ticks[1].min(unpin)];
         }
     }
     let each = |ticks| (clock.ns(ticks) / BLOCK as f64 - clock.cost_ns).max(0.0);
-    let sum = |way: &Way<'_>| way.ticks.map(each).iter().sum::<f64>();
+    let sum = |way: &OnePageCall<'_>| way.ticks.map(each).iter().sum::<f64>();
     let named = ways.iter().filter_map(|way| Some((way, way.name?)));
     let fastest = named.min_by(|(a, _), (b, _)| sum(a).total_cmp(&sum(b)));
     let (fastest, name) =
@@ -262,8 +262,8 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<(Name, Ve
 /// The ticks of a block's pins, and of its unpins.
 type Block<'a> = Box<dyn Fn(&Clock) -> rustix::io::Result<[u64; 2]> + 'a>;
 
-/// A way to pin one page.
-struct Way<'a> {
+/// A call that pins one page, and how long it takes.
+struct OnePageCall<'a> {
     call: &'static str,
     /// How it names the ring, if it can pin pages one after the other.
     name: Option<Name>,
@@ -272,13 +272,13 @@ struct Way<'a> {
     ticks: [u64; 2],
 }
 
-impl<'a> Way<'a> {
+impl<'a> OnePageCall<'a> {
     /// `once` pins (true) or unpins the page. Each has a loop of its own, into which it is inlined.
     fn new(
         call: &'static str,
         name: Option<Name>,
         once: impl Fn(bool) -> rustix::io::Result<()> + 'a,
-    ) -> Way<'a> {
+    ) -> OnePageCall<'a> {
         let block = move |clock: &Clock| {
             let mut ticks = [0, 0];
             for _ in 0..BLOCK {
@@ -291,6 +291,6 @@ impl<'a> Way<'a> {
             }
             Ok(ticks)
         };
-        Way { call, name, block: Box::new(block), ticks: [u64::MAX; 2] }
+        OnePageCall { call, name, block: Box::new(block), ticks: [u64::MAX; 2] }
     }
 }

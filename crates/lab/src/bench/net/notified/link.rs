@@ -39,7 +39,7 @@ pub(super) enum Peer {
 
 impl Peer {
     /// A device process whose device loops back what is sent, or is a
-    /// [probe](ringfence_devices::net::Way::Probe).
+    /// [probe](ringfence_devices::net::Link::Probe).
     pub(super) fn process(net: UnixStream, iommu: UnixStream, loops: bool) -> Result<Peer> {
         let served = Served::Net { loops };
         Process::start(served, 1, Notify::Poll, net.into(), iommu.into()).map(Peer::Process)
