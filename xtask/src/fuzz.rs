@@ -97,7 +97,7 @@ pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
 }
 
 /// The names of the targets that contain `only`.
-fn names(only: Option<&str>) -> Result<Vec<String>> {
+pub(crate) fn names(only: Option<&str>) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(root().join("fuzz/fuzz_targets"))? {
         let path = entry?.path();

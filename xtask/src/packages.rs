@@ -16,6 +16,8 @@ const NEEDED: &[(&str, &str)] = &[
     ("debootstrap", "/usr/sbin/debootstrap"),
     // Counts the instructions of hot paths.
     ("valgrind", "/usr/bin/valgrind"),
+    // The tools that an image of ours is locked against.
+    ("qemu-utils", "/usr/bin/qemu-img"),
     // The address of the tap device in a test of `ringfence net`.
     ("iproute2", "/bin/ip"),
     // DPDK's testpmd: the network back end that `bench net` measures ours beside.

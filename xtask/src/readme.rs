@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{steps::commit, workspace::root};
 
-const FILES: &[&str] = &["README.md", "docs/performance.md", "docs/vfio.md"];
+const FILES: &[&str] = &["README.md", "docs/performance.md", "docs/protocol.md", "docs/vfio.md"];
 
 /// Replaces the text between `<!-- run: COMMAND -->` and `<!-- end -->` by a code block with the
 /// command, what it prints, and the commit; those whose command contains `only`, if that is given.

@@ -21,17 +21,16 @@ const FUZZ_SECONDS: u64 = 20;
 
 /// Runs property tests and fuzz targets in turns; what fails is kept as a case.
 pub(crate) fn soak(minutes: u64, only: Option<&str>) -> Result<()> {
-    let missing = packages::ensure();
+    packages::ensure();
     let suite = suite::build()?;
     let mut tests = random_programs(&suite, only)?;
-    let mut targets = match fuzz::build(only, true) {
-        Ok(targets) => Some(targets),
+    let mut targets = match fuzz::names(only) {
         // A part of a test's name need not be that of a target.
-        Err(error) if only.is_some() && !tests.is_empty() && !missing.contains(&"g++") => {
-            println!("no fuzz target: {error:#}");
+        Err(error) if only.is_some() => {
+            println!("{error:#}");
             None
         }
-        Err(error) => return Err(error),
+        named => Some(named.and_then(|_| fuzz::build(only, true))?),
     };
     ensure!(
         !tests.is_empty() || targets.is_some(),
@@ -54,9 +53,9 @@ pub(crate) fn soak(minutes: u64, only: Option<&str>) -> Result<()> {
             let tally = try_seed(program, names, seed)?;
             passed += tally.passed;
             for failure in &tally.failed {
-                found.push(keep(failure, seed)?);
+                found.push(keep(failure, names, seed)?);
                 // It has its case; later rounds are for the others.
-                names.retain(|name| failure.test.as_ref() != Some(name));
+                names.retain(|name| failure.test.as_ref().is_some_and(|test| test != name));
             }
         }
         tests.retain(|(_, names)| !names.is_empty());
@@ -85,11 +84,8 @@ pub(crate) fn random(suite: &Suite, seeds: impl Iterator<Item = u64>) -> Result<
     let mut failed = Vec::new();
     for seed in seeds {
         println!("seed {seed}");
-        let repeat = |failure: &Failure| match &failure.test {
-            Some(test) => failure.program.repeat(test, seed),
-            None => failure.to_string(),
-        };
         for (program, names) in &programs {
+            let repeat = |failure: &Failure| failure.program.repeat(&tests(failure, names), seed);
             failed.extend(try_seed(program, names, seed)?.failed.iter().map(repeat));
         }
     }
@@ -97,11 +93,33 @@ pub(crate) fn random(suite: &Suite, seeds: impl Iterator<Item = u64>) -> Result<
     Ok(())
 }
 
+/// Runs tests with a seed. A program that ends by itself names none: then each runs alone, and unless
+/// one fails, it takes them together.
 fn try_seed(program: &Program, names: &[String], seed: u64) -> Result<Tally> {
     let arguments: Vec<&str> =
         ["--exact"].into_iter().chain(names.iter().map(String::as_str)).collect();
     let environment = [(SEED, &*seed.to_string()), ("PROPTEST_DISABLE_FAILURE_PERSISTENCE", "1")];
-    suite::run(std::slice::from_ref(program), &arguments, &environment)
+    let mut tally = suite::run(std::slice::from_ref(program), &arguments, &environment)?;
+    if tally.failed.iter().any(|failure| failure.test.is_none()) {
+        let mut failed = Vec::new();
+        match names {
+            [name] => failed.push(Failure { program: program.clone(), test: Some(name.clone()) }),
+            names => {
+                for name in names {
+                    failed.append(&mut try_seed(program, std::slice::from_ref(name), seed)?.failed);
+                }
+            }
+        }
+        if !failed.is_empty() {
+            tally.failed = failed;
+        }
+    }
+    Ok(tally)
+}
+
+/// The tests that repeat a failure: the one that failed, or all that ran.
+fn tests(failure: &Failure, names: &[String]) -> String {
+    failure.test.clone().unwrap_or_else(|| names.join(" "))
 }
 
 /// The programs that hold random tests, with the names of these.
@@ -125,25 +143,24 @@ fn random_programs(suite: &Suite, only: Option<&str>) -> Result<Vec<(Program, Ve
     Ok(programs)
 }
 
-/// Seeds that have failed once, a line each: package, target, test, seed.
+/// Seeds that have failed once, a line each: package, target, test, seed; several tests where it
+/// takes them together.
 fn file() -> PathBuf {
     root().join("xtask/cases.txt")
 }
 
 /// Adds a failure to the cases that every test run tries; the line that repeats it.
-fn keep(failure: &Failure, seed: u64) -> Result<String> {
-    let Some(test) = &failure.test else {
-        return Ok(format!("{failure}, with {SEED}={seed}"));
-    };
-    let Failure { program, .. } = failure;
-    let line = format!("{} {} {test} {seed}\n", program.package, program.target);
+fn keep(failure: &Failure, names: &[String], seed: u64) -> Result<String> {
+    let (program, tests) = (&failure.program, tests(failure, names));
+    let line = format!("{} {} {tests} {seed}\n", program.package, program.target);
     let mut text = fs::read_to_string(file())?;
     if !text.contains(&line) {
         text.push_str(&line);
         fs::write(file(), text)?;
     }
-    let repeat = program.repeat(test, seed);
-    println!("a case to commit was added to {}; to repeat it:\n    {repeat}", file().display());
+    let repeat = program.repeat(&tests, seed);
+    let file = file().display().to_string();
+    println!("{failure}: a case to commit was added to {file}; to repeat it:\n    {repeat}");
     Ok(repeat)
 }
 
@@ -153,16 +170,18 @@ pub(crate) fn cases(suite: &Suite) -> Result<()> {
     let (mut count, mut failed) = (0, Vec::new());
     for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
         let words: Vec<&str> = line.split(' ').collect();
-        let [package, target, test, seed] = words[..] else {
-            bail!("xtask/cases.txt: {line:?} must be PACKAGE TARGET TEST SEED");
+        let [package, target, _, .., seed] = words[..] else {
+            bail!("xtask/cases.txt: {line:?} must be PACKAGE TARGET TEST... SEED");
         };
+        let tests = &words[2..words.len() - 1];
         let program = suite.tests.iter().find(|p| p.package == package && p.target == target);
         let program = program.with_context(|| format!("xtask/cases.txt: no {package} {target}"))?;
         let program = std::slice::from_ref(program);
-        let tally = suite::run(program, &["--exact", test], &[(SEED, seed)])?;
+        let tally = suite::run(program, &[&["--exact"], tests].concat(), &[(SEED, seed)])?;
         ensure!(
             tally.passed + tally.failed.len() > 0,
-            "xtask/cases.txt: {package} {target} has no test {test}: remove the line"
+            "xtask/cases.txt: {package} {target} has no test {}: remove the line",
+            tests.join(" ")
         );
         count += 1;
         failed.extend(tally.failed.iter().map(|failure| format!("{failure}, seed {seed}")));
@@ -170,4 +189,20 @@ pub(crate) fn cases(suite: &Suite) -> Result<()> {
     ensure!(failed.is_empty(), "{}", failed.join("; "));
     println!("{count} cases");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_test_of_a_program_that_ends_by_itself_has_its_case() {
+        let program = suite::tests::failing();
+        let names = ["a::b", "c"].map(str::to_owned);
+        let failed = try_seed(&program, &names, 7).unwrap().failed;
+        let found: Vec<_> = failed.iter().map(|failure| tests(failure, &names)).collect();
+        assert_eq!(found, names);
+        let together = Failure { program, test: None };
+        assert_eq!(tests(&together, &names), "a::b c");
+    }
 }

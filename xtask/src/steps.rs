@@ -2,7 +2,7 @@
 
 use std::{
     cell::{OnceCell, RefCell},
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     env,
     path::{Path, PathBuf},
     process::Command,
@@ -34,6 +34,8 @@ struct Run {
     fetch: RefCell<Option<Fetch>>,
     /// Tests that no step has run, with the reason.
     idle: RefCell<BTreeSet<String>>,
+    /// What tests have left out, and what there is no kernel for; `true`: CI must have it.
+    absent: RefCell<BTreeMap<String, bool>>,
     /// How many tests of each program passed, for a result that is kept.
     programs: RefCell<Vec<String>>,
 }
@@ -65,7 +67,11 @@ impl Run {
 
     /// Runs `programs`, some side by side, with these variables of the environment.
     fn run(&self, programs: &[Program], environment: &[(&str, &str)]) -> Result<()> {
+        // What finds none says so.
+        let _pages =
+            programs.iter().any(|program| program.target == "bench_pin").then(HugePages::set_apart);
         let mut tally = suite::run(programs, &[], environment)?;
+        self.absent.borrow_mut().extend(tally.absent.iter().map(|what| (what.clone(), true)));
         let mut idle = self.idle.borrow_mut();
         idle.append(&mut tally.ignored);
         self.programs.borrow_mut().append(&mut tally.programs);
@@ -216,6 +222,9 @@ const MORE_GUESTS: &[&str] = &[
     "vfio::a_driver_and_a_domain_over_a_real_kernel_with_intels_iommu",
 ];
 
+/// How long a run without long steps may take from nothing, in seconds on two processors.
+const IN_ALL: u32 = 1800;
+
 /// The package of the command, whose tests run it from end to end.
 const COMMAND: &str = "ringfence-cli";
 
@@ -237,11 +246,11 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     // Before what takes hours: without a commit there is nothing to keep.
     let kept = (all && only.is_none()).then(|| commit("cargo xtask test --all")).transpose()?;
     let missing = packages::ensure();
-    let (idle, programs) = (RefCell::default(), RefCell::default());
+    let (idle, absent, programs) = (RefCell::default(), RefCell::default(), RefCell::default());
     let fetch = RefCell::new(only.is_none().then(Fetch::begin).transpose()?);
-    let run = Run { missing, suite: OnceCell::new(), fetch, idle, programs };
+    let run = Run { missing, suite: OnceCell::new(), fetch, idle, absent, programs };
     let (mut failed, mut not_run, mut lines) = (Vec::new(), Vec::new(), Vec::new());
-    let (begun, pace) = (Instant::now(), Pace::begin());
+    let (begun, pace, mut costs) = (Instant::now(), Pace::begin(), Vec::new());
     for step in &steps {
         println!("\n=== {}", step.name);
         let (started, worked) = (Instant::now(), work_of_children());
@@ -253,6 +262,7 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
         let slowness = pace.slowness();
         let worked = work_of_children().zip(worked).map_or(0.0, |(now, before)| now - before);
         let work = f64::from(worked) / 2.0 / slowness;
+        costs.push((work, step.name));
         // A step that runs alone builds what the steps before it would have built.
         let over = only.is_none() && work > f64::from(step.budget);
         let took = format!(
@@ -284,25 +294,48 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     for name in run.idle.borrow().iter() {
         println!("ignored: {name}");
     }
-    for name in &not_run {
+    let absent = run.absent.borrow();
+    for name in not_run.iter().chain(absent.keys()) {
         println!("NOT RUN: {name}");
     }
     let passed = steps.len() - failed.len() - not_run.len();
     let sum = format!("{passed} passed, {} failed, {} skipped", failed.len(), not_run.len());
-    println!("in all {:.0} s\nsteps: {sum}", begun.elapsed().as_secs_f32());
+    let work: f64 = costs.iter().map(|cost| cost.0).sum();
+    println!(
+        "in all {:.0} s, {work:.0} s of work (budget {IN_ALL} s without --all)\nsteps: {sum}",
+        begun.elapsed().as_secs_f32()
+    );
     if let Some(commit) = kept {
         let (steps, programs) = (lines.join("\n"), run.programs.borrow().join("\n"));
         let text = format!("{commit}\n\n{steps}\n\n{sum}\n\n{programs}\n");
         std::fs::write(root().join("docs/all.txt"), text)?;
     }
+    let over = if all || only.is_some() { None } else { over_in_all(&mut costs) };
+    if let Some(over) = &over {
+        println!("FAILED: {over}");
+        failed.push("the budget of a whole run");
+    }
     if !failed.is_empty() {
         bail!("failed: {}", failed.join(", "));
     }
-    // In CI everything must be there: a step that did not run has failed.
-    if env::var_os("CI").is_some_and(|ci| ci == "true") && !not_run.is_empty() {
-        bail!("steps did not run, and in CI all must");
+    // In CI everything must be there: what did not run has failed.
+    if env::var_os("CI").is_some_and(|ci| ci == "true") {
+        let must = absent.iter().filter(|(_, must)| **must).map(|(name, _)| name);
+        let absent: Vec<&str> = not_run.iter().chain(must).map(String::as_str).collect();
+        ensure!(absent.is_empty(), "not run, and in CI all must be: {}", absent.join("; "));
     }
     Ok(())
+}
+
+/// Why a whole run is over its budget, if it is: the steps that have taken most.
+fn over_in_all(costs: &mut [(f64, &'static str)]) -> Option<String> {
+    if costs.iter().map(|cost| cost.0).sum::<f64>() <= f64::from(IN_ALL) {
+        return None;
+    }
+    costs.sort_by(|one, other| other.0.total_cmp(&one.0));
+    let longest = costs.iter().take(5).map(|(work, step)| format!("{step} ({work:.0} s)"));
+    let longest: Vec<String> = longest.collect();
+    Some(format!("over the budget of a whole run; most went into {}", longest.join(", ")))
 }
 
 /// The CPU seconds of ended processes that this one has waited for, directly or not. `None` if the
@@ -409,32 +442,49 @@ fn examples(run: &Run) -> Result<()> {
     Ok(())
 }
 
-/// Tests that need huge pages. Pages are reserved for as long as they run, unless there are some.
-fn huge_pages(run: &Run) -> Result<()> {
-    const NEEDED: u64 = 4;
-    let folder = Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
-    let read = |name: &str| -> Result<u64> {
-        let text = std::fs::read_to_string(folder.join(name));
-        Ok(text
-            .map_err(|error| NotRun(format!("no huge pages of 2 MiB: {error}")))?
-            .trim()
-            .parse()?)
-    };
-    let (all, lacking) = (read("nr_hugepages")?, NEEDED.saturating_sub(read("free_hugepages")?));
-    let set = |pages: u64| std::fs::write(folder.join("nr_hugepages"), pages.to_string());
-    if lacking > 0 {
+/// Huge pages for tests that need them, set apart until this is dropped.
+struct HugePages {
+    /// How many there were before, if there were too few.
+    before: Option<u64>,
+}
+
+impl HugePages {
+    const SETTING: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+
+    fn set_apart() -> Result<HugePages> {
+        const NEEDED: u64 = 4;
+        let read = |path: &str| -> Result<u64> {
+            let text = std::fs::read_to_string(path);
+            let none = |error| NotRun(format!("no huge pages of 2 MiB: {error}"));
+            Ok(text.map_err(none)?.trim().parse()?)
+        };
+        let free = || read(&HugePages::SETTING.replace("nr_", "free_"));
+        let (all, lacking) = (read(HugePages::SETTING)?, NEEDED.saturating_sub(free()?));
+        if lacking == 0 {
+            return Ok(HugePages { before: None });
+        }
         let remedy = format!("as root: sysctl vm.nr_hugepages={}", all + lacking);
-        set(all + lacking).map_err(|error| NotRun(format!("{error}; {remedy}")))?;
-        if read("free_hugepages")? < NEEDED {
-            set(all)?;
+        std::fs::write(HugePages::SETTING, (all + lacking).to_string())
+            .map_err(|error| NotRun(format!("{error}; {remedy}")))?;
+        let pages = HugePages { before: Some(all) };
+        if free()? < NEEDED {
             return Err(NotRun(format!("memory is in too small pieces; {remedy}")).into());
         }
+        Ok(pages)
     }
-    let result = run.ignored("ringfence-vfio", "pin_real", &["huge_pages"]);
-    if lacking > 0 {
-        set(all)?;
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            let _ = std::fs::write(HugePages::SETTING, before.to_string());
+        }
     }
-    result
+}
+
+fn huge_pages(run: &Run) -> Result<()> {
+    let _pages = HugePages::set_apart()?;
+    run.ignored("ringfence-vfio", "pin_real", &["huge_pages"])
 }
 
 /// The tests of the command, and of what maps memory, where the kernel promises no more than it has.
@@ -526,7 +576,8 @@ fn real_guests(run: &Run) -> Result<()> {
     arguments.extend(MORE_GUESTS.iter().flat_map(|test| ["--skip", *test]));
     if !guests::iommufd::is_there() {
         let tests = guests::iommufd::TESTS;
-        println!("NOT RUN: guests' tests {tests}: Debian has no kernel for them (docs/vfio.md)");
+        let text = format!("guests' tests {tests}: Debian has no kernel for them (docs/vfio.md)");
+        run.absent.borrow_mut().insert(text, false);
         arguments.extend(["--skip", tests]);
     }
     let mut lacking = Vec::new();
@@ -587,4 +638,17 @@ fn fuzz_lints(run: &Run) -> Result<()> {
 fn fuzz_smoke(run: &Run) -> Result<()> {
     needs(run, "g++")?;
     fuzz::build(None, false)?.run(Length::Repeatable)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_over_its_budget_names_the_longest_steps() {
+        let half = f64::from(IN_ALL) / 2.0;
+        assert_eq!(over_in_all(&mut [(half, "a"), (half, "b")]), None);
+        let why = over_in_all(&mut [(1.0, "a"), (half, "b"), (half + 9.0, "c")]).unwrap();
+        assert!(why.ends_with("went into c (909 s), b (900 s), a (1 s)"), "{why}");
+    }
 }

@@ -9,13 +9,13 @@ use std::{
     fs::{self, File},
     mem,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     sync::{
         Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
@@ -25,6 +25,10 @@ use crate::workspace::root;
 
 /// The variable that seeds every random test; `.cargo/config.toml` sets it for a test run.
 pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";
+
+/// How long a test program may run before it is killed: what takes as long hangs. On two idle
+/// processors none takes a sixth of that.
+const LIMIT: Duration = Duration::from_secs(3600);
 
 /// What one build made.
 pub(crate) struct Suite {
@@ -106,6 +110,8 @@ pub(crate) struct Tally {
     pub(crate) failed: Vec<Failure>,
     /// Tests that did not run, with the reason that they give.
     pub(crate) ignored: BTreeSet<String>,
+    /// What tests that passed have left out, as this machine lacks something.
+    pub(crate) absent: BTreeSet<String>,
     /// What became of each program's tests, a line each.
     pub(crate) programs: Vec<String>,
 }
@@ -232,18 +238,24 @@ pub(crate) fn run(
         let mut command = program.command();
         command.args(&program.arguments).args(arguments).envs(environment.iter().copied());
         command.stdin(Stdio::null()).stdout(to.try_clone()?).stderr(to);
-        let status = command.status().with_context(|| program.path.display().to_string())?;
+        let mut child = command.spawn().with_context(|| program.path.display().to_string())?;
+        let (status, killed) = wait(&mut child, LIMIT)?;
         let printed = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let seconds = begun.elapsed().as_secs_f32();
         let mut tally = tally.lock().expect("no thread panics");
         let (before, failures) = (tally.passed, tally.failed.len());
         note(program, &printed, &mut tally);
+        for name in hung(&printed).filter(|_| killed) {
+            let (program, test) = (program.clone(), Some(name.to_owned()));
+            tally.failed.push(Failure { program, test });
+        }
         if !status.success() && tally.failed.len() == failures {
             tally.failed.push(Failure { program: program.clone(), test: None });
         }
         let (passed, failed) = (tally.passed - before, tally.failed.len() - failures);
         if failed > 0 {
-            println!("{printed}\n{status}");
+            let why = if killed { format!(": killed after {LIMIT:?}") } else { String::new() };
+            println!("{printed}\n{status}{why}");
         }
         if passed + failed > 0 {
             let line = format!("{}: {passed} passed, {failed} failed", program.name());
@@ -254,6 +266,28 @@ pub(crate) fn run(
     };
     side_by_side(programs, one)?;
     Ok(tally.into_inner().expect("no thread panics"))
+}
+
+/// Waits until a process ends, and kills it after `limit`. Also returns whether it did.
+fn wait(child: &mut Child, limit: Duration) -> Result<(ExitStatus, bool)> {
+    let begun = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok((status, false));
+        }
+        if begun.elapsed() > limit {
+            child.kill()?;
+            return Ok((child.wait()?, true));
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The tests that have run for a minute without a result, as their program printed.
+fn hung(printed: &str) -> impl Iterator<Item = &str> {
+    let lines = printed.lines().filter_map(|line| line.strip_prefix("test "));
+    let late = lines.filter_map(|line| line.strip_suffix(" has been running for over 60 seconds"));
+    late.filter(|name| !printed.contains(&format!("\ntest {name} ... ")))
 }
 
 /// Does something with each of `items`, with one more at a time than there are processors: tests wait for
@@ -284,9 +318,14 @@ pub(crate) fn side_by_side<T: Sync>(
 }
 
 /// Reads what a test program printed: `test NAME ... ok`, `... FAILED`, `... ignored, REASON`. What a test
-/// prints itself may stand between its name and its result.
+/// prints itself may stand between its name and its result. A test that passes although it has left
+/// something out writes `NOT TESTED: ` and what, and why, past the capture of a test's output.
 fn note(program: &Program, printed: &str, tally: &mut Tally) {
     for line in printed.lines() {
+        if let Some((_, what)) = line.split_once("NOT TESTED: ") {
+            tally.absent.insert(format!("{}: {what}", program.name()));
+            continue;
+        }
         let Some(rest) = line.strip_prefix("test ") else { continue };
         if let Some(result) = rest.strip_prefix("result: ") {
             let passed = result.split(' ').nth(1).and_then(|n| n.parse::<usize>().ok());
@@ -394,8 +433,13 @@ fn functions(text: &str) -> Vec<Function<'_>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// A program that fails without naming a test.
+    pub(crate) fn failing() -> Program {
+        Program { path: "/bin/false".into(), ..program() }
+    }
 
     fn program() -> Program {
         Program {
@@ -429,7 +473,7 @@ mod tests {
 
     #[test]
     fn what_a_test_program_prints_is_counted() {
-        let printed = "\nrunning 4 tests\ntest a::one ... ok\ntest two ... noise\nFAILED\n\
+        let printed = "\nrunning 4 tests\ntest a::one ... ok\ntest two ... noise\nFAILED\ntest four ... NOT TESTED: more, for want of it\n\
                     test three ... ignored, needs a thing\n\nfailures:\n\n---- two stdout ----\n    x\n\n\
                     \nfailures:\n    two\n\ntest result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured\n";
         let mut tally = Tally::default();
@@ -439,8 +483,23 @@ mod tests {
         assert_eq!(tally.failed[0].to_string(), "ringfence-x --test oracle: two");
         let ignored: Vec<_> = tally.ignored.iter().collect();
         assert_eq!(ignored, ["ringfence-x --test oracle: three: needs a thing"]);
+        let absent: Vec<_> = tally.absent.iter().collect();
+        assert_eq!(absent, ["ringfence-x --test oracle: more, for want of it"]);
         assert!(tally.verdict().is_err());
         assert!(Tally::default().verdict().is_err(), "nothing was run");
+    }
+
+    #[test]
+    fn a_program_that_hangs_is_killed_and_names_the_test() {
+        let mut endless = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let (status, killed) = wait(&mut endless, Duration::ZERO).unwrap();
+        assert!(!status.success() && killed);
+        let (status, killed) = wait(&mut Command::new("true").spawn().unwrap(), LIMIT).unwrap();
+        assert!(status.success() && !killed);
+        let printed = "\nrunning 3 tests\ntest one ... ok\n\
+                    test two has been running for over 60 seconds\n\
+                    test a::three has been running for over 60 seconds\ntest two ... ok\n";
+        assert_eq!(hung(printed).collect::<Vec<_>>(), ["a::three"]);
     }
 
     #[test]

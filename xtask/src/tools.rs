@@ -36,7 +36,7 @@ pub(crate) fn tool(name: &str, version: &str, features: &[&str]) -> Result<PathB
     arguments.extend(["--version", &version, "--root"]);
     let mut command = pristine("cargo");
     command.args(&arguments).arg(&tools).arg("--target-dir").arg(&build);
-    // Nor is anyone to debug them.
+    // Nor are they to be debugged.
     let built = run(command.env("CARGO_PROFILE_DEV_DEBUG", "0"));
     if built.is_err() || !is_there() {
         let remedy = format!("cargo {} target/tools", arguments.join(" "));

@@ -6,7 +6,7 @@ use gungraun::{Callgrind, EntryPoint, prelude::*};
 use ringfence_devices::{
     blk::{BlkQueue, BlkServer},
     disk::{Disk, Ram},
-    net::{Net, NetEnd, NetOptions, NetUnit, Way, wire as net_wire},
+    net::{Link, Net, NetEnd, NetOptions, NetUnit, wire as net_wire},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
@@ -235,7 +235,7 @@ impl Loop {
         let guest = Guest::new();
         let workers: Arc<[Worker]> =
             [Worker::spawn("gate", Notify::Poll).expect("a thread")].into();
-        let options = NetOptions::new("gate", Way::Loopback);
+        let options = NetOptions::new("gate", Link::Loopback);
         let net = Net::new(options, Arc::clone(&workers)).expect("descriptors");
         let mut backend = net.connect_behind(0, Arc::clone(&guest.endpoint), None);
         let features = F_VERSION_1 | F_ACCESS_PLATFORM | net_wire::feature::MRG_RXBUF;

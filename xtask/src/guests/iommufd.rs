@@ -1,5 +1,5 @@
 //! A second kernel for guests, one with iommufd and nodes for single devices, from packages that
-//! whoever runs the tests gives: Debian builds its kernels without (docs/vfio.md).
+//! the caller gives: Debian builds its kernels without (docs/vfio.md).
 
 use std::{
     fs,

@@ -120,7 +120,7 @@ fn look<'m>(
     let before = known.get(&format!("{name} | {}", mutant.taken));
     let mut reach: Vec<&Model> =
         models.iter().filter(|model| model.places.contains(place)).collect();
-    // An argument holds as long as nobody looks again.
+    // An argument holds until the table is written anew.
     if before.is_some_and(String::is_empty) && mutant.site.argument.is_some() {
         return Ok(None);
     }
