@@ -128,7 +128,7 @@ fn whole(domain: &Type1<Attached>) -> Result<()> {
     Ok(())
 }
 
-/// Hardware that cannot tell has written anywhere.
+/// Hardware that does not track writes counts as having written everywhere.
 fn dirty(domain: &Type1<Attached>) -> Result<()> {
     let (len, place) = (2 * MIB, range(0, 2 * MIB)?);
     domain.map(map_of(place, HostAddr(memory(len)?), Prot::RW))?;

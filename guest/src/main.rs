@@ -144,7 +144,7 @@ fn isolation(domain: &impl Domain<Target = HostAddr>, disk: &mut Disk) -> Result
         |write, sector| Io { write, sector, addr: STATIC + own as u64, len: PAGE as u32 };
     let (public, secret) = (pattern(PAGE, 1), pattern(PAGE, 2));
 
-    // Sector 0 has what everybody may see; the device has used the page, and knows where it lies.
+    // Sector 0 has public data; the device has used the page, and knows where it lies.
     disk.ram().slice(own, PAGE)?.copy_from(&public);
     disk.all([over_own(true, 0), over_own(true, 8)])?;
     map(domain, &page)?;

@@ -195,7 +195,7 @@ fn persistent(disk: &Disk, space: &Namespace) -> Result<()> {
         }
     })?;
     result?;
-    let arena = Arc::into_inner(arena).context("somebody has the arena")?;
+    let arena = Arc::into_inner(arena).context("the arena is still in use")?;
     let arena = arena.unmap().map_err(|error| error.error())?;
     let data = Data::Buffer(buffer(arena.len())?);
     let whole = good(queue.carry_out(space, Op::Read { lba: 0 }, data)?)?;
@@ -214,7 +214,7 @@ fn isolation(machine: &Machine) -> Result<()> {
         data.copy_from_slice(bytes);
         Ok(Data::Buffer(data))
     };
-    // Both places have what everybody may see.
+    // Both places have public data.
     for lba in [0, 64] {
         good(queue.carry_out(&space, Op::Write { lba }, with(&public)?)?)?;
     }
@@ -248,7 +248,7 @@ fn isolation(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// Pins much, and has the controller write there, until somebody kills it.
+/// Pins much, and has the controller write there, until it is killed.
 fn hold(machine: &Machine) -> Result<()> {
     let disk = machine.start(DmaConfig::new(Policy::StrictMap))?;
     let (space, mut queue) = (first(&disk)?, queue(&disk, 32)?);

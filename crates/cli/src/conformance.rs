@@ -57,8 +57,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     strict: bool,
 
-    /// How long a request may take, in milliseconds; an access that takes longer than a tenth of it
-    /// counts as refused.
+    /// How long a request may take, and the report of a refused access, in milliseconds; an access
+    /// that takes longer than a tenth of it counts as refused, and of an endpoint in no domain one
+    /// that takes longer than a second.
     #[arg(long, value_name = "MS", default_value_t = 2000,
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     timeout: u64,

@@ -20,6 +20,10 @@ use clap::{Parser, Subcommand};
 /// DMA protection for user-space I/O.
 #[derive(Parser)]
 #[command(name = "ringfence", version, about, arg_required_else_help = true)]
+#[command(after_help = "EXAMPLES:
+    ringfence blk --socket disk.sock --image disk.img
+    ringfence guard --iommu vm.iommu --blk vm.disk=disk.img --memory 1G
+    ringfence doctor --for vhost-user")]
 struct Arguments {
     #[command(subcommand)]
     command: Command,

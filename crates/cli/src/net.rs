@@ -8,13 +8,27 @@ use std::{
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_devices::net::{Lost, Net, NetOptions, QueueCounters, Tap, Way};
+use ringfence_devices::net::{Link, Lost, Net, NetOptions, QueueCounters, Tap};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::Server;
 
 use crate::serve::{self, Connection, Page, Service};
 
+/// A network device for virtual machines, over vhost-user.
+///
+/// Packets go to a tap device, to a second device back to back, or back to their driver. A device
+/// reaches what its guest has mapped, and no more.
 #[derive(Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence net --socket a.sock --tap vm0
+    ringfence net --socket a.sock --peer b.sock --queues 4
+
+  and for QEMU
+    -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem
+    -device intel-iommu,intremap=on,device-iotlb=on -device pcie-root-port,id=rp1,slot=1
+    -chardev socket,id=c,path=a.sock,reconnect-ms=1000
+    -netdev vhost-user,id=n,chardev=c
+    -device virtio-net-pci,netdev=n,bus=rp1,disable-legacy=on,iommu_platform=on,ats=on")]
 #[group(id = "way", required = true, multiple = false, args = ["loopback", "peer", "tap", "probe"])]
 pub(crate) struct Arguments {
     #[command(flatten)]
@@ -69,21 +83,21 @@ struct Serving(Arc<Net>);
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments { service, loopback: _, probe, peer, tap, queues, mac, mtu, iotlb } = arguments;
     let begun = serve::begin(&service.common, "net", 1 + usize::from(peer.is_some()))?;
-    let way = match (&tap, &peer) {
-        (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
-        (None, Some(_)) => Way::Peer,
-        (None, None) if probe => Way::Probe,
-        (None, None) => Way::Loopback,
+    let link = match (&tap, &peer) {
+        (Some(name), _) => Link::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
+        (None, Some(_)) => Link::Peer,
+        (None, None) if probe => Link::Probe,
+        (None, None) => Link::Loopback,
     };
     let sockets = [service.socket.as_deref(), peer.as_deref()];
     let paths: Vec<&Path> = sockets.into_iter().flatten().collect();
     // A pair has two rings; the control queue adds one for each device.
-    let rings = way.ends() * (2 * usize::from(queues) + 1);
+    let rings = link.ends() * (2 * usize::from(queues) + 1);
     let ready = serve::open(begun, &service.common, &paths, rings, || Ok(()))?;
     // A device may receive on any pair what the other sends on one: with one worker, all pairs are
     // within its reach.
-    let workers = match (&way, service.common.workers) {
-        (Way::Peer, None) => ready.workers("net", 1)?,
+    let workers = match (&link, service.common.workers) {
+        (Link::Peer, None) => ready.workers("net", 1)?,
         _ => ready.workers("net", queues)?,
     };
     let options = NetOptions {
@@ -92,7 +106,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         mtu,
         iommu: !iotlb.no_iommu,
         iotlb: iotlb.config(),
-        ..NetOptions::new("net", way)
+        ..NetOptions::new("net", link)
     };
     let net = Net::new(options, workers).context("preparing the device")?;
     serve::run(ready, Serving(net))
@@ -109,7 +123,7 @@ impl Service for Serving {
 
     fn figures(&self, page: &mut Page) {
         let Serving(net) = self;
-        let ends = 0..net.options().way.ends();
+        let ends = 0..net.options().link.ends();
         let ends: Vec<_> = ends.map(|end| (format!("{end}."), &**net, end)).collect();
         figures(page, &ends);
         let totals = ends.iter().map(|(_, net, end)| net.iotlb(*end));

@@ -29,14 +29,14 @@ impl Output {
         if path.as_os_str() == "-" {
             return Ok(file(None, false));
         }
-        let wrong = |error| Usage(format!("cannot write {}: {error}", path.display()));
+        let wrong = || Usage(format!("cannot write {}", path.display()));
         match File::create_new(path) {
             Ok(new) => Ok(file(Some(new), true)),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                let old = OpenOptions::new().write(true).open(path).map_err(wrong)?;
+                let old = OpenOptions::new().write(true).open(path).with_context(wrong)?;
                 Ok(file(Some(old), false))
             }
-            Err(error) => Err(wrong(error).into()),
+            Err(error) => Err(error).with_context(wrong),
         }
     }
 

@@ -101,7 +101,8 @@ impl Service for Serving {
     fn connect(&self, _: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
         let workers = Arc::clone(&self.workers);
         let proxy = Proxy::connect(self.options.clone(), &self.connector, workers);
-        let proxy = proxy.map_err(|why| anyhow::anyhow!("the back end: {why}"))?;
+        let proxy = proxy.map_err(|why| anyhow::Error::from_boxed(why.into_inner()));
+        let proxy = proxy.context("connecting to the back end")?;
         Ok(Box::new(Server::new(stream, proxy)))
     }
 

@@ -1,4 +1,8 @@
 #![cfg_attr(feature = "blk", doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(feature = "blk"),
+    doc = "Virtio devices in user space. The feature `blk` (default) adds virtio-blk.\n"
+)]
 //! # What is inside
 //!
 //! - [`iommu`]: a virtio-iommu: as a back end, and inside a VMM.

@@ -5,6 +5,7 @@ use std::io;
 
 use ringfence_iommu::{Error as DomainError, Range};
 use ringfence_iova::{AllocError, AllocReason, Allocator, ApertureError, ReserveError};
+use rustix::io::Errno;
 
 use crate::{Fallback, Policy, Refused, TuningError};
 
@@ -129,7 +130,7 @@ impl ErrorKind {
     pub const fn of(error: &DomainError) -> ErrorKind {
         match *error {
             DomainError::Full { .. } => ErrorKind::DomainFull,
-            DomainError::NoMemory => ErrorKind::NoMemory,
+            DomainError::NoMemory { .. } => ErrorKind::NoMemory,
             DomainError::Device { status, .. } => ErrorKind::Device { status },
             DomainError::Kernel { errno, .. } => ErrorKind::Kernel { errno },
             DomainError::Gone(_) => ErrorKind::Gone,
@@ -273,6 +274,11 @@ pub struct OutOfBounds {
     pub len: u64,
 }
 
+/// The system's error number when it starts no thread, which always has one.
+pub(crate) fn errno(error: &io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::AGAIN)
+}
+
 /// Why a device could not be set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -329,7 +335,7 @@ pub enum SetupError {
     Refused(#[from] Refused),
     /// The timer thread, which flushes or gives back idle bounce slots, could not be started.
     #[error("cannot start the timer thread of the flush queues or of the bounce pools: {0}")]
-    Thread(io::ErrorKind),
+    Thread(#[source] Errno),
     /// The size of the largest slot is not a power of two of whole granules, or exceeds the limit
     /// for all slots.
     #[error(
@@ -367,7 +373,7 @@ pub enum SwitchError {
     Fallback(Fallback),
     /// The timer thread could not be started.
     #[error("cannot start the flush queue's timer thread: {0}")]
-    Thread(io::ErrorKind),
+    Thread(#[source] Errno),
     /// The flush queues cannot be made. If their flush failed, the policy is in force.
     #[error(transparent)]
     Queues(#[from] TuningError),

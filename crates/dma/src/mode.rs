@@ -26,9 +26,9 @@ impl ModeCell {
     }
 
     /// Rule L27. Acquire: a thread that sees a lazy mode sees its queues complete.
-    // Ordering: queues are changed and used under their locks, which tell a thread with an older mode too;
-    // bytes are reserved before a translation goes, and a thread that reads an older bound than that of its
-    // mode keeps one that was in force.
+    // Ordering: queues are changed and used under their locks, so that a thread with an older mode
+    // sees the change too; bytes are reserved before a translation goes, and a thread that reads an
+    // older bound than that of its mode keeps one that was in force.
     #[inline]
     pub(crate) fn get(&self) -> Mode {
         let word = self.0.load(Ordering::Acquire);

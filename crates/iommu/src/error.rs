@@ -81,19 +81,28 @@ pub enum Error {
         limit: u64,
     },
     /// There is no memory.
-    #[error("out of memory")]
-    NoMemory,
+    #[error("cannot {operation} {range}: out of memory")]
+    NoMemory {
+        /// What was to be done, an infinitive.
+        operation: &'static str,
+        /// The requested range.
+        range: Range,
+    },
     /// The device replied with an error (for virtio-iommu: the status of its reply).
-    #[error("the device refused {range}: {}", Status(*.status))]
+    #[error("the device refused to {operation} {range}: {}", Status(*.status))]
     Device {
+        /// What was to be done, an infinitive.
+        operation: &'static str,
         /// The requested range.
         range: Range,
         /// The device's status.
         status: u8,
     },
     /// The kernel failed a call for a reason that is none of the others (VFIO).
-    #[error("the kernel refused {range}: {}", Errno(*.errno))]
+    #[error("the kernel refused to {operation} {range}: {}", Errno(*.errno))]
     Kernel {
+        /// What was to be done, an infinitive.
+        operation: &'static str,
         /// The requested range.
         range: Range,
         /// Linux' error number.
@@ -126,21 +135,31 @@ impl fmt::Display for Status {
     }
 }
 
-/// An error number that the calls of VFIO return; these are the same on all architectures.
+/// An error number that the calls of VFIO and iommufd return; those above 34 have other values on
+/// Alpha, MIPS, PA-RISC and SPARC.
 struct Errno(i32);
 
 impl fmt::Display for Errno {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const NAMES: [(i32, &str); 9] = [
+        const NAMES: [(i32, &str); 18] = [
             (1, "EPERM"),
             (2, "ENOENT"),
             (4, "EINTR"),
             (5, "EIO"),
+            (7, "E2BIG"),
             (11, "EAGAIN"),
             (13, "EACCES"),
             (14, "EFAULT"),
             (16, "EBUSY"),
+            (17, "EEXIST"),
             (22, "EINVAL"),
+            (28, "ENOSPC"),
+            (34, "ERANGE"),
+            (38, "ENOSYS"),
+            (75, "EOVERFLOW"),
+            (90, "EMSGSIZE"),
+            (95, "EOPNOTSUPP"),
+            (98, "EADDRINUSE"),
         ];
         let name = NAMES.iter().find(|(number, _)| *number == self.0);
         write(f, name.map(|(_, name)| name), "error number", self.0)
@@ -156,11 +175,12 @@ mod tests {
     #[test]
     fn numbers_are_printed_by_name() {
         let range = Range::new(Iova(0), Iova(0xfff)).unwrap();
-        let device = |status| Error::Device { range, status }.to_string();
-        assert_eq!(device(8), "the device refused [0x0, 0xfff]: NOMEM");
-        assert_eq!(device(9), "the device refused [0x0, 0xfff]: status 9");
-        let kernel = |errno| Error::Kernel { range, errno }.to_string();
-        assert_eq!(kernel(14), "the kernel refused [0x0, 0xfff]: EFAULT");
-        assert_eq!(kernel(105), "the kernel refused [0x0, 0xfff]: error number 105");
+        let operation = "map";
+        let device = |status| Error::Device { operation, range, status }.to_string();
+        assert_eq!(device(8), "the device refused to map [0x0, 0xfff]: NOMEM");
+        assert_eq!(device(9), "the device refused to map [0x0, 0xfff]: status 9");
+        let kernel = |errno| Error::Kernel { operation, range, errno }.to_string();
+        assert_eq!(kernel(95), "the kernel refused to map [0x0, 0xfff]: EOPNOTSUPP");
+        assert_eq!(kernel(105), "the kernel refused to map [0x0, 0xfff]: error number 105");
     }
 }

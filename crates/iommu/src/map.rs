@@ -64,6 +64,7 @@ pub struct Partial {
     /// How many elements have taken effect.
     pub done: usize,
     /// Why the next has not.
+    #[source]
     pub error: Error,
 }
 

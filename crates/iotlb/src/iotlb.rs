@@ -363,7 +363,11 @@ impl Iotlb {
     }
 
     fn evict(&self, writer: &mut Writer) -> Result<()> {
-        let range = writer.victims.pick(&self.domain).ok_or(Error::NoMemory)?;
+        let full = || {
+            let (used, limit) = (self.domain.mappings(), self.config.entries);
+            Error::Full { what: "mappings", used, limit }
+        };
+        let range = writer.victims.pick(&self.domain).ok_or_else(full)?;
         count(&self.stats.evictions);
         let token = self.remove(range)?;
         self.note_evicted(writer, range, token);

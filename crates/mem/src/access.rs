@@ -259,8 +259,8 @@ impl Window {
     }
 
     /// Whether the translation that this view came from is still valid.
-    // Ordering: whoever uses a window has a quiet point, before which it is invalidated and before
-    // which nothing else uses the memory: that orders them, not this flag.
+    // Ordering: a thread that uses a window has a quiet point, before which it is invalidated and
+    // before which nothing else uses the memory: that orders them, not this flag.
     #[inline]
     pub fn is_valid(&self) -> bool {
         self.valid.load(Ordering::Acquire)

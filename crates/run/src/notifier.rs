@@ -31,7 +31,7 @@ pub enum NotifierError {
 }
 
 /// Signals a peer's eventfd or Unix stream, without ever blocking.
-pub struct Notifier(Way);
+pub struct Notifier(Signal);
 
 /// Rings for future notifiers.
 static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), are_all: false });
@@ -95,9 +95,10 @@ fn ring_for(event: RawFd) -> io::Result<IoUring> {
     Ok(ring)
 }
 
+/// By what a peer is signalled.
 // One for each virtqueue, and nearly all are of the first kind.
 #[allow(clippy::large_enum_variant)]
-enum Way {
+enum Signal {
     /// A ring whose completions signal the eventfd.
     Uring(Mutex<Option<IoUring>>),
     /// Where the process may have no io_uring: three times the cost.
@@ -114,17 +115,17 @@ impl Notifier {
     /// It is neither, or the kernel has neither io_uring nor AIO for this process.
     pub fn new(event: PeerFd) -> Result<Notifier, NotifierError> {
         if event.is_unix_stream() {
-            return Ok(Notifier(Way::Stream(event)));
+            return Ok(Notifier(Signal::Stream(event)));
         }
         if !event.is_eventfd() {
             return Err(NotifierError::NoEventfd);
         }
         let raw = event.as_fd().as_raw_fd();
         Ok(Notifier(match ring_for(raw) {
-            Ok(ring) => Way::Uring(Mutex::new(Some(ring))),
+            Ok(ring) => Signal::Uring(Mutex::new(Some(ring))),
             Err(refused) => {
                 Aio::get().map_err(|_| NotifierError::Kernel(refused))?;
-                Way::Aio(event)
+                Signal::Aio(event)
             }
         }))
     }
@@ -132,14 +133,14 @@ impl Notifier {
     /// Wakes the peer. A full counter means that it was woken already.
     pub fn notify(&self) {
         match &self.0 {
-            Way::Uring(ring) => ring.lock().as_mut().into_iter().for_each(complete_nothing),
-            Way::Aio(event) => {
+            Signal::Uring(ring) => ring.lock().as_mut().into_iter().for_each(complete_nothing),
+            Signal::Aio(event) => {
                 if let Ok(aio) = Aio::get() {
                     aio.signal(event.as_fd());
                 }
             }
             // A full stream is as good as a full counter.
-            Way::Stream(stream) => {
+            Signal::Stream(stream) => {
                 let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
                 let _ = rustix::net::send(stream, &1u64.to_ne_bytes(), flags);
             }
@@ -150,7 +151,7 @@ impl Notifier {
 impl Drop for Notifier {
     /// Leaves its ring to the next notifier.
     fn drop(&mut self) {
-        let Way::Uring(ring) = &mut self.0 else { return };
+        let Signal::Uring(ring) = &mut self.0 else { return };
         let Some(ring) = ring.get_mut().take() else { return };
         // Fails if no eventfd is registered.
         let _ = ring.submitter().unregister_eventfd();
@@ -286,14 +287,14 @@ mod tests {
     fn both(event: &OwnedFd) -> [Notifier; 2] {
         let [uring, aio] = [(); 2].map(|()| event.try_clone().unwrap());
         Aio::get().expect("this kernel has AIO");
-        [Notifier::new(uring.into()).unwrap(), Notifier(Way::Aio(aio.into()))]
+        [Notifier::new(uring.into()).unwrap(), Notifier(Signal::Aio(aio.into()))]
     }
 
     #[test]
     fn a_peer_is_notified_once_for_each_call() {
         let event = event::new().unwrap();
         let [uring, aio] = both(&event);
-        assert!(matches!(uring.0, Way::Uring(_)), "this kernel has io_uring");
+        assert!(matches!(uring.0, Signal::Uring(_)), "this kernel has io_uring");
         for notifier in [uring, aio] {
             // More than any ring of completions holds.
             (0..10_000).for_each(|_| notifier.notify());

@@ -41,7 +41,7 @@ macro_rules! mutant {
     };
 }
 
-/// See the one of the product.
+/// As above, in a model.
 #[cfg(loom)]
 #[macro_export]
 macro_rules! mutant {

@@ -105,7 +105,7 @@ struct Mutant {
 enum Taken {
     /// What makes the writes before another thread's release visible.
     Acquire,
-    /// What makes earlier writes visible to who acquires.
+    /// What makes earlier writes visible to a thread that acquires.
     Release,
     /// The ordering of a compare-exchange that fails.
     Failure,

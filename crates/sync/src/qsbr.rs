@@ -629,7 +629,7 @@ mod model {
 
     /// A thread that has the number of a grace period from the one that has started it, by a way that orders
     /// nothing.
-    fn told(is_over: fn(&Qsbr, Grace) -> bool) {
+    fn passed_on(is_over: fn(&Qsbr, Grace) -> bool) {
         check(Some(3), move || {
             let qsbr = Arc::new(Qsbr::new(1));
             let (shared, number) = (shared(), Arc::new(AtomicU64::new(0)));
@@ -640,10 +640,10 @@ mod model {
                 reader.quiescent();
                 read(&theirs);
             });
-            let (theirs, from, told) =
+            let (theirs, from, passed) =
                 (Arc::clone(&shared), Arc::clone(&qsbr), Arc::clone(&number));
             let other = thread::spawn(move || {
-                let grace = Grace::from_u64(told.load(Ordering::Relaxed));
+                let grace = Grace::from_u64(passed.load(Ordering::Relaxed));
                 if grace.as_u64() > 0 && is_over(&from, grace) {
                     theirs.reclaimed[0].store(true, Ordering::Relaxed);
                     theirs.cells[0].write();
@@ -657,13 +657,13 @@ mod model {
     }
 
     #[test]
-    fn a_thread_that_was_told_of_it_may_reclaim() {
-        told(Qsbr::is_over);
+    fn a_thread_that_was_passed_its_number_may_reclaim() {
+        passed_on(Qsbr::is_over);
     }
 
     #[test]
     fn so_may_one_for_which_some_readers_count() {
-        told(|qsbr, grace| qsbr.is_over_for(grace, |_| true));
+        passed_on(|qsbr, grace| qsbr.is_over_for(grace, |_| true));
     }
 
     #[test]

@@ -12,8 +12,8 @@ use crate::{
     space::{self, Backend, Space, Tuning, Usage, lost, size},
 };
 
-/// The smallest page: an address space without devices takes any address, and no device has a
-/// smaller granule.
+/// Used where the kernel reports a smaller alignment: without devices an address space takes any
+/// address.
 const PAGE: u64 = 4096;
 
 /// A domain over an address space (IOAS) of an iommufd, real
@@ -60,10 +60,10 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// A domain over a new address space.
     ///
     /// # Errors
-    /// [`Error::Gone`]: the kernel does not have address spaces. [`Error::Unsupported`]: it names
-    /// no page size, or no address that can be mapped. Otherwise the kernel's.
+    /// [`Error::Gone`]: the kernel does not have address spaces. [`Error::Unsupported`]: it
+    /// reports no page size, or no address that can be mapped. Otherwise the kernel's.
     pub fn new(kernel: K, tuning: Tuning) -> Result<Iommufd<K>> {
-        let id = kernel.new_ioas().map_err(|errno| lost(errno, Range::ALL))?;
+        let id = kernel.new_ioas().map_err(|errno| lost("make", errno, Range::ALL))?;
         let geometry = match geometry_of(&kernel, id) {
             Ok(geometry) => geometry,
             Err(error) => {
@@ -112,8 +112,8 @@ impl<K: IommufdKernel> Iommufd<K> {
     pub fn dirty_table(&self, device: Id) -> Result<Id> {
         let table =
             self.kernel().new_hwpt(device, self.ioas(), true).map_err(|errno| match errno {
-                Errno::OPNOTSUPP => Error::Unsupported("the hardware notes no dirty pages"),
-                errno => lost(errno, Range::ALL),
+                Errno::OPNOTSUPP => Error::Unsupported("the hardware does not track dirty pages"),
+                errno => lost("make a table that notes dirty pages of", errno, Range::ALL),
             })?;
         self.tables.lock().push(table);
         Ok(table)
@@ -131,7 +131,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     fn track(&self, on: bool) -> Result<()> {
         let track = |table| {
             let result = self.kernel().track_dirty(table, on);
-            result.map_err(|errno| lost(errno, Range::ALL))
+            result.map_err(|errno| lost("track dirty pages of", errno, Range::ALL))
         };
         self.dirty_tables()?.into_iter().try_for_each(track)
     }
@@ -171,7 +171,7 @@ impl<K: IommufdKernel> Iommufd<K> {
         tables.iter().try_for_each(|&table| {
             space::collect(piece, page, map, |bitmap| {
                 let result = self.kernel().dirty(table, piece.first().0, size(piece), bitmap);
-                result.map_err(|errno| lost(errno, piece))
+                result.map_err(|errno| lost("read the dirty pages of", errno, piece))
             })
         })
     }
@@ -179,18 +179,19 @@ impl<K: IommufdKernel> Iommufd<K> {
     fn dirty_tables(&self) -> Result<Vec<Id>> {
         let tables = self.tables.lock().clone();
         match tables.is_empty() {
-            true => Err(Error::Unsupported("no table of the address space notes dirty pages")),
+            true => Err(Error::Unsupported("no table of the address space tracks dirty pages")),
             false => Ok(tables),
         }
     }
 }
 
 fn geometry_of<K: IommufdKernel>(kernel: &K, ioas: Id) -> Result<Geometry> {
-    let found = kernel.iova_ranges(ioas).map_err(|errno| lost(errno, Range::ALL))?;
+    let found = kernel.iova_ranges(ioas);
+    let found = found.map_err(|errno| lost("say what can be mapped of", errno, Range::ALL))?;
     let sizes = PageSizes::from_granule(found.alignment.max(PAGE))
-        .ok_or(Error::Unsupported("the kernel names no page size"))?;
+        .ok_or(Error::Unsupported("the kernel reports no page size"))?;
     space::geometry(sizes, &found.ranges, &kernel.reserved_regions())
-        .ok_or(Error::Unsupported("the kernel lets nothing be mapped"))
+        .ok_or(Error::Unsupported("the kernel reports no mappable range"))
 }
 
 space::is_a_domain!(Iommufd, IommufdKernel);
@@ -200,7 +201,10 @@ impl<K: IommufdKernel> Drop for Iommufd<K> {
         if self.usage().entries > 0
             && let Err(error) = self.unmap_all()
         {
-            tracing::warn!(%error, "a domain goes, and what it mapped stays mapped");
+            tracing::warn!(
+                %error,
+                "dropping the domain: unmapping failed, its mappings stay until the iommufd is closed"
+            );
         }
         // If a device is still attached, the kernel keeps the tables until the iommufd is closed.
         for table in std::mem::take(self.tables.get_mut()) {

@@ -361,7 +361,7 @@ impl<B: Backend> Space<B> {
     ) -> Result<()> {
         let mut gone = 0_u128;
         for _ in 0..MOST_CALLS {
-            let removed = unmap().map_err(|errno| lost(errno, range))?;
+            let removed = unmap().map_err(|errno| lost("unmap", errno, range))?;
             gone += u128::from(removed);
             if removed == 0 || gone >= known {
                 self.compare(known, gone);

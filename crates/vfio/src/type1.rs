@@ -55,7 +55,7 @@ impl<K: Type1Kernel> Type1<K> {
     /// [`Error::Unsupported`]: the kernel reports no page size, or no address that can be mapped.
     /// [`Error::Gone`]: it is no container any more. Otherwise the kernel's.
     pub fn new(kernel: K, tuning: Tuning) -> Result<Type1<K>> {
-        let info = kernel.info().map_err(|errno| lost(errno, Range::ALL))?;
+        let info = info_of(&kernel)?;
         let geometry = geometry_of(&kernel, &info)?;
         let granule = geometry.page_sizes.granule();
         // The bits of a mapping must fit a bitmap, or they could never be read.
@@ -75,7 +75,7 @@ impl<K: Type1Kernel> Type1<K> {
     /// # Errors
     /// As [`new`](Self::new); the geometry is unchanged then.
     pub fn refresh(&self) -> Result<()> {
-        let info = self.kernel().info().map_err(|errno| lost(errno, Range::ALL))?;
+        let info = info_of(self.kernel())?;
         self.space.set_geometry(geometry_of(self.kernel(), &info)?);
         Ok(())
     }
@@ -114,7 +114,8 @@ impl<K: Type1Kernel> Type1<K> {
 
     fn track(&self, on: bool) -> Result<()> {
         self.page()?;
-        self.kernel().track_dirty(on).map_err(|errno| lost(errno, Range::ALL))
+        let result = self.kernel().track_dirty(on);
+        result.map_err(|errno| lost("track dirty pages of", errno, Range::ALL))
     }
 
     /// Marks in `map` the pages in `range` that devices have written since the last call; they may
@@ -128,7 +129,7 @@ impl<K: Type1Kernel> Type1<K> {
         for piece in self.space.made_in(range)? {
             space::collect(piece, page, map, |bitmap| {
                 let result = self.kernel().dirty(piece.first().0, size(piece), bitmap);
-                result.map_err(|errno| lost(errno, piece))
+                result.map_err(|errno| lost("read the dirty pages of", errno, piece))
             })?;
         }
         Ok(())
@@ -161,14 +162,18 @@ impl<K: Type1Kernel> Type1<K> {
     /// The page size of dirty bits: the smallest that the kernel offers (rule L63).
     fn page(&self) -> Result<u64> {
         let sizes = self.dirty.and_then(|dirty| PageSizes::new(dirty.page_sizes));
-        let sizes = sizes.ok_or(Error::Unsupported("the kernel notes no dirty pages"))?;
+        let sizes = sizes.ok_or(Error::Unsupported("the kernel does not track dirty pages"))?;
         Ok(sizes.granule())
     }
 }
 
+fn info_of(kernel: &impl Type1Kernel) -> Result<Type1Info> {
+    kernel.info().map_err(|errno| lost("say what can be mapped of", errno, Range::ALL))
+}
+
 fn geometry_of<K: Type1Kernel>(kernel: &K, info: &Type1Info) -> Result<Geometry> {
     let sizes = PageSizes::new(info.page_sizes)
-        .ok_or(Error::Unsupported("the kernel names no page size"))?;
+        .ok_or(Error::Unsupported("the kernel reports no page size"))?;
     let ranges = info.ranges.as_deref().unwrap_or(&[Range::ALL]);
     // Linux makes a mapping that ends with the address space, but never finds it again: nothing
     // removes it. So the last page cannot be mapped.
@@ -176,7 +181,7 @@ fn geometry_of<K: Type1Kernel>(kernel: &K, info: &Type1Info) -> Result<Geometry>
     let findable = |range: &Range| range.intersection(below?);
     let ranges: Vec<Range> = ranges.iter().filter_map(findable).collect();
     space::geometry(sizes, &ranges, &kernel.reserved_regions())
-        .ok_or(Error::Unsupported("the kernel lets nothing be mapped"))
+        .ok_or(Error::Unsupported("the kernel reports no mappable range"))
 }
 
 space::is_a_domain!(Type1, Type1Kernel);
@@ -186,7 +191,10 @@ impl<K: Type1Kernel> Drop for Type1<K> {
         if self.usage().entries > 0
             && let Err(error) = self.unmap_all()
         {
-            tracing::warn!(%error, "a domain goes, and what it mapped stays mapped");
+            tracing::warn!(
+                %error,
+                "dropping the domain: unmapping failed, its mappings stay until the container is closed"
+            );
         }
     }
 }

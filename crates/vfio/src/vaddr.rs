@@ -49,7 +49,7 @@ impl<K: Type1Kernel> Type1<K> {
         let flags = UnmapFlags::VADDR | UnmapFlags::ALL;
         if let Err(errno) = kernel.unmap(flags, 0, 0, None) {
             self.space.thaw([]);
-            return Err(lost(errno, Range::ALL));
+            return Err(lost("withdraw the process addresses of", errno, Range::ALL));
         }
         let moved = |unit| Moved { unit, target: None, done: 0 };
         Ok(VaddrUpdate { domain: self, units: units.into_iter().map(moved).collect() })
@@ -102,7 +102,7 @@ impl Moved {
             let given = unsafe {
                 domain.kernel().map(MapFlags::VADDR, piece.first().0, vaddr, size(piece))
             };
-            given.map_err(|errno| lost(errno, piece))?;
+            given.map_err(|errno| lost("set the process addresses of", errno, piece))?;
             self.done += 1;
         }
         Ok(())

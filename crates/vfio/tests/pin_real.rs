@@ -127,7 +127,7 @@ fn huge_pages_are_not_free_before_all_pins_in_them_are_gone() {
     assert_eq!((pinner.pinned(), pinner.account().used()), (26, 26 * 4096));
     assert!(kernel_counts() - before >= 26);
     drop(memory);
-    assert_eq!(set_apart - free(), 3, "pinned, whoever has mapped them");
+    assert_eq!(set_apart - free(), 3, "pinned, mapped or not");
     pinner.unpin(&[iova(1500)]).unwrap();
     assert_eq!(set_apart - free(), 2);
     pinner.unpin_range(iova(500), 24 * 4096).unwrap();

@@ -335,7 +335,7 @@ fn an_interrupt_that_is_set_is_notified_of_what_was_given_back_before() {
     let call = event::new().unwrap();
     rig.main.lock().unwrap().set_vring_call(0, Some(call.as_fd())).unwrap();
     let mut count = [0; 8];
-    assert_eq!(rustix::io::read(&call, &mut count), Ok(8), "nobody hears of the request");
+    assert_eq!(rustix::io::read(&call, &mut count), Ok(8), "the completion is not notified");
 }
 
 #[test]

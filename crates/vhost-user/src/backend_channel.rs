@@ -256,8 +256,9 @@ impl BackendChannel {
             if got != wanted {
                 return Err(WireError::WrongReply { wanted, got });
             }
-            let word = <[u8; 8]>::try_from(&payload[..])
-                .map_err(|_| WireError::Size { request: got, size: header.size })?;
+            let wrong =
+                |_| WireError::Size { request: got, size: header.size, takes: "8".to_owned() };
+            let word = <[u8; 8]>::try_from(&payload[..]).map_err(wrong)?;
             match foreign {
                 Some(0) => {}
                 Some(more) => {
@@ -288,10 +289,10 @@ impl BackendChannel {
 
     /// How many replies are still to come on a channel that was [left](Self::leave); `None`:
     /// unknown, or more than one process requests.
-    pub(crate) fn to_come(&self) -> Option<u32> {
+    pub(crate) fn replies_owed(&self) -> Option<u32> {
         let foreign = self.received.lock().foreign?;
         let pending = self.outbox.lock().pending.len() as u32;
-        foreign.checked_add(pending).filter(|to_come| *to_come <= MOST_REPLIES)
+        foreign.checked_add(pending).filter(|replies_owed| *replies_owed <= MOST_REPLIES)
     }
 
     /// Whether it has ended: either end hung up, or a send failed.

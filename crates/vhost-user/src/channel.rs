@@ -2,6 +2,7 @@
 
 use crate::{
     WireError,
+    error::at_most,
     inbox::{Inbox, Message},
     msg::{Header, MAX_FDS},
 };
@@ -98,7 +99,7 @@ impl Channel {
     ) -> Result<(), WireError> {
         let until = Deadline::within(Some(self.timeout));
         if fds.len() > MAX_FDS {
-            return Err(WireError::Fds { request, count: fds.len() });
+            return Err(WireError::Fds { request, count: fds.len(), takes: at_most(MAX_FDS) });
         }
         while !bytes.is_empty() {
             match put(&self.stream, bytes, fds)? {
@@ -186,7 +187,8 @@ impl Channel {
         }
         // Descriptors that got no number, because the process has too many, are closed already.
         if message.flags.contains(ReturnFlags::CTRUNC) {
-            return Err(WireError::Fds { request: 0, count: fds.len() + 1 });
+            let takes = format!("{}, and RLIMIT_NOFILE must leave room", at_most(MAX_FDS));
+            return Err(WireError::Fds { request: 0, count: fds.len() + 1, takes });
         }
         inbox.filled(message.bytes, fds)?;
         Ok(Some(message.bytes != 0))

@@ -1,5 +1,5 @@
 //! Errors that both ends share.
-use std::{fmt, io};
+use std::{fmt, io, iter, ops::Deref};
 
 use crate::msg::code::name;
 
@@ -28,12 +28,14 @@ pub enum WireError {
         version: u32,
     },
     /// Flag bits that no version defines, or the reply bit on a request, or none on a reply.
-    #[error("{}: flags {flags:#x} are not valid here", name(*request))]
+    #[error("{}: flags {flags:#x}; it must have {must}", name(*request))]
     Flags {
         /// The request.
         request: u32,
         /// The header's flags.
         flags: u32,
+        /// Those that are valid.
+        must: &'static str,
     },
     /// A request that is unknown, or was not negotiated.
     #[error("{} is not known, or was not negotiated", name(*request))]
@@ -50,23 +52,27 @@ pub enum WireError {
         got: u32,
     },
     /// A payload whose size does not suit the request.
-    #[error("{}: a payload of {size} bytes, which does not suit it", name(*request))]
+    #[error("{}: a payload of {size} bytes; it takes {takes}", name(*request))]
     Size {
         /// The request.
         request: u32,
         /// The size that the header gives.
         size: u32,
+        /// How many bytes it takes.
+        takes: String,
     },
     /// More or fewer descriptors than the request takes.
-    #[error("{}: {count} descriptors", name(*request))]
+    #[error("{}: {count} descriptors; it takes {takes}", name(*request))]
     Fds {
         /// The request.
         request: u32,
         /// How many came.
         count: usize,
+        /// How many it takes.
+        takes: String,
     },
     /// A field with a value that it cannot have.
-    #[error("{}: {field} is {value:#x}", name(*request))]
+    #[error("{}: {field} is {value:#x}; it must be {must}", name(*request))]
     Value {
         /// The request.
         request: u32,
@@ -74,6 +80,8 @@ pub enum WireError {
         field: &'static str,
         /// Its value.
         value: u64,
+        /// The values that it can have.
+        must: String,
     },
     /// A known request that is invalid in the current state.
     #[error("{}: {why}", name(*request))]
@@ -93,6 +101,10 @@ pub enum WireError {
     },
 }
 
+pub(crate) fn at_most(most: impl fmt::Display) -> String {
+    format!("at most {most}")
+}
+
 /// Why a device refuses a request. Made from any error with `?`, or from a text.
 #[derive(Debug)]
 pub struct HandlerError(Box<dyn std::error::Error + Send + Sync>);
@@ -109,9 +121,25 @@ impl HandlerError {
     }
 }
 
+/// The error and its sources in one line. A source that an outer error quotes is not repeated.
 impl fmt::Display for HandlerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        let mut line = self.0.to_string();
+        for source in iter::successors(self.source(), |source| source.source()) {
+            let source = source.to_string();
+            if !line.contains(&source) {
+                line = format!("{line}: {source}");
+            }
+        }
+        f.write_str(&line)
+    }
+}
+
+impl Deref for HandlerError {
+    type Target = dyn std::error::Error + Send + Sync;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
     }
 }
 
@@ -119,5 +147,28 @@ impl fmt::Display for HandlerError {
 impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> HandlerError {
         HandlerError(Box::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{0}")]
+    struct Because(&'static str, #[source] io::Error);
+
+    #[test]
+    fn a_refusal_is_printed_with_all_its_sources_each_once() {
+        let because = |text| Because(text, io::Error::other("it rains"));
+        let refused = |text| crate::ServeError::Refused {
+            request: crate::msg::code::SET_FEATURES,
+            why: because(text).into(),
+        };
+        let line = "SET_FEATURES or BACKEND_CONFIG_CHANGE_MSG was refused: no luck: it rains";
+        assert_eq!(refused("no luck").to_string(), line);
+        assert_eq!(refused("no luck: it rains").to_string(), line);
+        let source = std::error::Error::source(&refused("no luck")).map(|_| ());
+        assert!(source.is_some(), "a caller can look at it");
     }
 }

@@ -201,7 +201,11 @@ impl Frontend {
                 out.copy_from_slice(&payload[msg::CONFIG_HEAD..]);
                 Ok(())
             }
-            Ok(_) => Err(self.link.fail(WireError::Size { request, size: payload.len() as u32 })),
+            Ok(_) => {
+                let takes = (msg::CONFIG_HEAD + out.len()).to_string();
+                let size = payload.len() as u32;
+                Err(self.link.fail(WireError::Size { request, size, takes }))
+            }
             Err(error) => Err(self.link.fail(error)),
         }
     }
@@ -255,7 +259,8 @@ impl Frontend {
             (None, 0, 0) => Ok(None),
             (fd, ..) => {
                 let count = message.fds.len() + usize::from(fd.is_some());
-                Err(self.link.fail(WireError::Fds { request: code::GET_INFLIGHT_FD, count }))
+                let takes = "1, or none without a region".to_owned();
+                Err(self.link.fail(WireError::Fds { request: code::GET_INFLIGHT_FD, count, takes }))
             }
         }
     }
@@ -350,7 +355,8 @@ impl Frontend {
             msg::parse_vring_base(&payload).map_err(|error| self.link.fail(error))?;
         if same != u32::from(ring) {
             let (request, value) = (code::GET_VRING_BASE, same.into());
-            return Err(self.link.fail(WireError::Value { request, field: "ring", value }));
+            let must = ring.to_string();
+            return Err(self.link.fail(WireError::Value { request, field: "ring", value, must }));
         }
         Ok(base)
     }
@@ -423,7 +429,10 @@ impl Frontend {
     fn word<T: TryFrom<u64>>(&self, request: Request, field: &'static str) -> Result<T> {
         let value = self.link.word(self.exchange(&request, false, &[])?)?;
         let request = request.code();
-        T::try_from(value).map_err(|_| self.link.fail(WireError::Value { request, field, value }))
+        T::try_from(value).map_err(|_| {
+            let must = format!("of {} bytes", size_of::<T>());
+            self.link.fail(WireError::Value { request, field, value, must })
+        })
     }
 
     /// Refuses a request whose protocol feature was not negotiated.

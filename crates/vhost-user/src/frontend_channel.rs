@@ -125,12 +125,13 @@ fn parse(message: &Message) -> Result<BackendRequest, WireError> {
     let Message { header, payload, fds } = message;
     let &Header { request, size, .. } = header;
     if !fds.is_empty() {
-        return Err(WireError::Fds { request, count: fds.len() });
+        return Err(WireError::Fds { request, count: fds.len(), takes: "none".to_owned() });
     }
-    let wrong_size = WireError::Size { request, size };
+    let wrong_size = |takes: usize| WireError::Size { request, size, takes: takes.to_string() };
     let message = match request {
         code::BACKEND_IOTLB_MSG => {
-            let wire = IotlbWire::read_from_bytes(payload).map_err(|_| wrong_size)?;
+            let wire = IotlbWire::read_from_bytes(payload)
+                .map_err(|_| wrong_size(size_of::<IotlbWire>()))?;
             match wire.parse() {
                 Ok(message @ (Iotlb::Miss { .. } | Iotlb::AccessFail { .. })) => {
                     BackendMessage::Iotlb(message)
@@ -138,12 +139,13 @@ fn parse(message: &Message) -> Result<BackendRequest, WireError> {
                 _ => {
                     let (field, value) =
                         ("type and permissions", u16::from_ne_bytes([wire.kind, wire.perm]));
-                    return Err(WireError::Value { request, field, value: value.into() });
+                    let must = "1 (miss) or 4 (access-fail), plus 0x100 to 0x300".to_owned();
+                    return Err(WireError::Value { request, field, value: value.into(), must });
                 }
             }
         }
         code::BACKEND_CONFIG_CHANGE_MSG if payload.is_empty() => BackendMessage::ConfigChange,
-        code::BACKEND_CONFIG_CHANGE_MSG => return Err(wrong_size),
+        code::BACKEND_CONFIG_CHANGE_MSG => return Err(wrong_size(0)),
         _ => return Err(WireError::Request { request }),
     };
     Ok(BackendRequest { message, need_reply: header.needs_reply() })

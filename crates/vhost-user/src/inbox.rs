@@ -7,6 +7,7 @@ use zerocopy::FromBytes;
 
 use crate::{
     WireError,
+    error::at_most,
     msg::{Header, MAX_FDS, MAX_PAYLOAD},
 };
 
@@ -71,7 +72,9 @@ impl Inbox {
         self.fds.extend(fds.into_iter().map(|fd| (received, fd)));
         // A message may come in pieces that bring descriptors each: limit their sum.
         match self.fds.len() {
-            count if count > MAX_FDS => Err(WireError::Fds { request: 0, count }),
+            count if count > MAX_FDS => {
+                Err(WireError::Fds { request: 0, count, takes: at_most(MAX_FDS) })
+            }
             _ => Ok(()),
         }
     }

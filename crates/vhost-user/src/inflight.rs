@@ -52,7 +52,10 @@ pub enum InflightError {
     #[error(transparent)]
     Memory(#[from] MemError),
     /// No queues, or queues of no descriptors or more than 32768.
-    #[error("an in-flight region for {queues} queues of {size} descriptors")]
+    #[error(
+        "an in-flight region for {queues} queues of {size} descriptors: it takes at least one, of \
+         1 to 32768"
+    )]
     Shape {
         /// How many queues.
         queues: u16,

@@ -79,16 +79,16 @@ pub enum Iotlb {
 #[non_exhaustive]
 pub enum BadIotlb {
     /// An unknown type.
-    #[error("IOTLB message of unknown type {0}")]
+    #[error("IOTLB message of type {0}: 1 (miss) to 4 (access-fail) are known")]
     Kind(u8),
     /// Permissions other than 0 to 3, or none where some are needed.
-    #[error("IOTLB message with permissions {0}")]
+    #[error("IOTLB message with permissions {0}: 1 to 3 are valid, and 0 in an update")]
     Perm(u8),
     /// A range of zero bytes.
-    #[error("IOTLB message about zero bytes")]
+    #[error("IOTLB message about zero bytes: it takes at least one")]
     Empty,
     /// A range that passes the end of the address space.
-    #[error("IOTLB message about {size:#x} bytes at {addr:#x}")]
+    #[error("IOTLB message about {size:#x} bytes at {addr:#x}, which pass 2^64")]
     Wraps {
         /// Where the range begins.
         addr: u64,

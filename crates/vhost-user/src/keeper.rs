@@ -43,15 +43,15 @@ pub trait Keeper: Send {
 #[derive(Debug, Default)]
 pub struct ConnectionState<'a> {
     /// How many replies the front end owes on the back end's channel; `None`: unknown.
-    pub(crate) to_come: Option<u32>,
+    pub(crate) replies_owed: Option<u32>,
     pub(crate) requests: Vec<(Request, Vec<BorrowedFd<'a>>)>,
 }
 
 impl<'a> ConnectionState<'a> {
     /// As bytes and descriptors, for [`SavedConnection::parse`].
     pub fn emit(&self) -> (Vec<u8>, Vec<BorrowedFd<'a>>) {
-        let to_come = self.to_come.unwrap_or(NOT_KNOWN);
-        let mut bytes = [MAGIC, VERSION.to_ne_bytes(), to_come.to_ne_bytes()].concat();
+        let replies_owed = self.replies_owed.unwrap_or(NOT_KNOWN);
+        let mut bytes = [MAGIC, VERSION.to_ne_bytes(), replies_owed.to_ne_bytes()].concat();
         for (request, _) in &self.requests {
             let payload = request.payload();
             bytes.extend_from_slice(
@@ -66,7 +66,7 @@ impl<'a> ConnectionState<'a> {
 /// The saved state of a connection, for [`Server::resume`](crate::Server::resume).
 #[derive(Debug)]
 pub struct SavedConnection {
-    pub(crate) to_come: Option<u32>,
+    pub(crate) replies_owed: Option<u32>,
     pub(crate) requests: Vec<(Request, Vec<PeerFd>)>,
 }
 
@@ -104,9 +104,9 @@ fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
     if version != VERSION {
         return Err(ResumeError::Version(version));
     }
-    let (to_come, rest) = word(rest)?;
+    let (replies_owed, rest) = word(rest)?;
     // No front end owes more.
-    Ok((Some(to_come).filter(|to_come| *to_come <= MOST_REPLIES), rest))
+    Ok((Some(replies_owed).filter(|replies_owed| *replies_owed <= MOST_REPLIES), rest))
 }
 
 impl SavedConnection {
@@ -142,7 +142,7 @@ impl SavedConnection {
     /// See [`ResumeError`].
     pub fn parse(bytes: &[u8], fds: Vec<PeerFd>) -> Result<SavedConnection, ResumeError> {
         let short = |rest: &[u8]| ResumeError::Short(bytes.len() - rest.len());
-        let (to_come, mut rest) = begin(bytes)?;
+        let (replies_owed, mut rest) = begin(bytes)?;
         let mut requests = Vec::new();
         while !rest.is_empty() {
             let (header, behind) = Header::read_from_prefix(rest).map_err(|_| short(rest))?;
@@ -161,7 +161,7 @@ impl SavedConnection {
             let fds = fds.by_ref().take(request.fds()).collect();
             (request, fds)
         };
-        Ok(SavedConnection { to_come, requests: requests.into_iter().map(with_fds).collect() })
+        Ok(SavedConnection { replies_owed, requests: requests.into_iter().map(with_fds).collect() })
     }
 }
 
@@ -182,11 +182,11 @@ mod tests {
             (Request::SetVringKick { ring: 0, fd: true }, vec![event.as_fd()]),
             (Request::SetVringKick { ring: 1, fd: false }, vec![]),
         ];
-        let emit = |count: usize, to_come| {
+        let emit = |count: usize, replies_owed| {
             let requests = requests[..count].to_vec();
-            ConnectionState { to_come, requests }.emit().0
+            ConnectionState { replies_owed, requests }.emit().0
         };
-        let state = ConnectionState { to_come: Some(3), requests: requests.to_vec() };
+        let state = ConnectionState { replies_owed: Some(3), requests: requests.to_vec() };
         let (bytes, fds) = state.emit();
         let count = fds.len();
         let fds = || -> Vec<PeerFd> {
@@ -194,10 +194,10 @@ mod tests {
             each.map(PeerFd::from).collect()
         };
         let read = SavedConnection::parse(&bytes, fds()).unwrap();
-        assert_eq!(read.to_come, Some(3));
+        assert_eq!(read.replies_owed, Some(3));
         for too_many in [None, Some(MOST_REPLIES + 1), Some(NOT_KNOWN - 1)] {
             let read = SavedConnection::parse(&emit(0, too_many), vec![]).unwrap();
-            assert_eq!(read.to_come, None);
+            assert_eq!(read.replies_owed, None);
         }
         assert!(
             read.requests.iter().map(|(request, _)| request).eq(requests.iter().map(|(r, _)| r))

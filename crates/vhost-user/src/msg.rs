@@ -14,7 +14,7 @@ pub(crate) use request::{
     CONFIG_HEAD, config, inflight, parse_inflight, parse_vring_base, vring_base,
 };
 
-use crate::WireError;
+use crate::{WireError, error::at_most};
 use bitflags::bitflags;
 use ringfence_mem::Region;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -125,10 +125,11 @@ impl Header {
         let allowed = if reply { Self::REPLY } else { Self::NEED_REPLY };
         let required = if reply { Self::REPLY } else { 0 };
         if flags & !3 & !allowed != 0 || flags & required != required {
-            return Err(WireError::Flags { request, flags });
+            let must = if reply { "5 (version 1, reply)" } else { "1 or, to need a reply, 9" };
+            return Err(WireError::Flags { request, flags, must });
         }
         if size as usize > MAX_PAYLOAD {
-            return Err(WireError::Size { request, size });
+            return Err(WireError::Size { request, size, takes: at_most(MAX_PAYLOAD) });
         }
         Ok(())
     }

@@ -61,12 +61,14 @@ pub enum ServeError {
         /// The request.
         request: u32,
         /// Why.
+        #[source]
         why: HandlerError,
     },
     /// The connection's saved state cannot be restored here.
     #[error("the connection cannot go on here: {why}")]
     NotResumed {
         /// Why.
+        #[source]
         why: HandlerError,
     },
 }
@@ -112,7 +114,7 @@ struct Ring {
     running: bool,
     enabled: bool,
     /// It is to go on where a dead process has left it: the base is meaningless.
-    lost: bool,
+    base_unknown: bool,
 }
 
 /// Serves one connection: checks every message against the protocol and the state of the
@@ -144,20 +146,20 @@ pub struct Server<H> {
     /// The wait for the next message: polling, as long as that has paid off. A front end sends the
     /// updates for several misses one by one, and invalidations follow each other.
     wait: Wait,
-    /// Messages that arrived together, and their outcomes: empty between uses, kept for their
+    /// IOTLB messages that arrived together, and their outcomes: empty between uses, kept for their
     /// allocations.
-    together: Vec<Iotlb>,
+    iotlb_batch: Vec<Iotlb>,
     outcomes: Vec<Result<(), HandlerError>>,
     /// What is kept for another process, if one is to be able to take over.
     kept: Option<Kept>,
     /// The saved state to restore first.
     saved: Option<SavedConnection>,
     /// The connection is left to another process.
-    left: bool,
+    left_to_successor: bool,
     /// The saved state is being restored.
     resuming: bool,
     /// How many replies the front end owes to the previous process, if that is known.
-    to_come: Option<u32>,
+    replies_owed: Option<u32>,
 }
 
 impl<H: Handler> Server<H> {
@@ -184,13 +186,13 @@ impl<H: Handler> Server<H> {
             replies: Vec::new(),
             backend: None,
             wait: Wait::new(Notify::Adaptive),
-            together: Vec::new(),
+            iotlb_batch: Vec::new(),
             outcomes: Vec::new(),
             kept: None,
             saved: None,
-            left: false,
+            left_to_successor: false,
             resuming: false,
-            to_come: None,
+            replies_owed: None,
             handler,
         }
     }
@@ -230,8 +232,8 @@ impl<H: Handler> Server<H> {
 
     /// Serves until the front end hangs up or [`Shutdown`] is used (`Ok`), or the connection must
     /// end for another reason. When it returns, all rings are stopped, and the connection is closed
-    /// or [left](Shutdown::leave) to another process. A request that has no reply may not be
-    /// carried out if the front end hangs up behind it while its
+    /// or [left](Shutdown::leave) to another process. A request that has no reply is possibly
+    /// not carried out if the front end hangs up behind it while its
     /// [`Closer`](ringfence_run::Closer) is full.
     ///
     /// # Errors
@@ -254,28 +256,29 @@ impl<H: Handler> Server<H> {
         };
         // Replies to what was carried out, if the front end still reads.
         let _ = self.flush();
-        self.left &= self.handler.can_be_resumed();
-        match self.left {
+        self.left_to_successor &= self.handler.can_be_resumed();
+        match self.left_to_successor {
             true => self.handler.leaves(),
             false => self.channel.close(),
         }
         let ran: Vec<bool> = self.rings.iter().map(|ring| ring.running).collect();
         for ring in 0..self.rings.len() {
-            // No process can go on from an unknown ring state. Without `left`, no one is there to
-            // report it to.
-            self.left &= self.stop(ring).is_ok();
+            // No process can go on from an unknown ring state. If the connection ends in any case,
+            // there is no process to report it to.
+            self.left_to_successor &= self.stop(ring).is_ok();
         }
         if self.backend.as_ref().is_some_and(|own| own.channel.is_lost()) {
             self.lose_channel();
         }
-        self.left = self.left && self.backend.as_ref().is_none_or(|own| own.channel.leave());
-        match self.left {
+        self.left_to_successor =
+            self.left_to_successor && self.backend.as_ref().is_none_or(|own| own.channel.leave());
+        match self.left_to_successor {
             true => {
-                let to_come = self.backend.as_ref().map_or(Some(0), |own| own.channel.to_come());
-                self.keep_stopped(&ran, to_come);
+                let owed = self.backend.as_ref().map_or(Some(0), |own| own.channel.replies_owed());
+                self.keep_stopped(&ran, owed);
                 self.channel.leave();
-                // The reader waits, receives nothing, and ends with the process: ending it would
-                // hang up.
+                // Leaked on purpose: dropping it would shut the channel down, which the next
+                // process uses. Its reader receives nothing more, and ends with the process.
                 if let Some(backend) = self.backend.take() {
                     mem::forget(backend);
                 }
@@ -298,7 +301,7 @@ impl<H: Handler> Server<H> {
         if self.inbox.is_empty() {
             self.settle();
             if !self.wait()? {
-                self.left = true;
+                self.left_to_successor = true;
                 return Ok(false);
             }
             self.kept.iter_mut().for_each(|kept| kept.keeper.unsettled());
@@ -320,7 +323,8 @@ impl<H: Handler> Server<H> {
         let code = header.request;
         let request = Request::parse(code, &payload)?;
         if !request.takes_fds(fds.len()) {
-            return Err(WireError::Fds { request: code, count: fds.len() }.into());
+            let (count, takes) = (fds.len(), request.fds().to_string());
+            return Err(WireError::Fds { request: code, count, takes }.into());
         }
         self.permit(&request)?;
         let wants_reply = header.needs_reply() && !request.has_reply();
@@ -357,25 +361,25 @@ impl<H: Handler> Server<H> {
     /// hang up (rules D13, D14).
     fn serve_iotlb(&mut self) -> bool {
         let code = msg::code::IOTLB_MSG;
-        let mut together = mem::take(&mut self.together);
+        let mut batch = mem::take(&mut self.iotlb_batch);
         let mut outcomes = mem::take(&mut self.outcomes);
         let mut unreadable = None;
         while unreadable.is_none()
             && let Some(wire) = self.inbox.take_plain::<IotlbWire>(code, false)
         {
             match self.read_iotlb(&wire) {
-                Ok(message) => together.push(message),
+                Ok(message) => batch.push(message),
                 Err(why) => unreadable = Some(why),
             }
         }
-        if !together.is_empty() {
+        if !batch.is_empty() {
             let update = |message: &&Iotlb| matches!(message, Iotlb::Update { .. });
             if let Some(backend) = &self.backend {
-                backend.channel.updates_sent(together.iter().filter(update).count() as u32);
+                backend.channel.updates_sent(batch.iter().filter(update).count() as u32);
             }
-            self.handler.iotlb_all(&together, &mut outcomes);
+            self.handler.iotlb_all(&batch, &mut outcomes);
             let silent = || Err(HandlerError::new("the device did not report an outcome"));
-            outcomes.resize_with(together.len(), silent);
+            outcomes.resize_with(batch.len(), silent);
         }
         outcomes.extend(unreadable.map(Err));
         let any = !outcomes.is_empty();
@@ -385,8 +389,8 @@ impl<H: Handler> Server<H> {
             }
             self.reply(code, &u64::from(outcome.is_err()).to_ne_bytes());
         }
-        together.clear();
-        (self.together, self.outcomes) = (together, outcomes);
+        batch.clear();
+        (self.iotlb_batch, self.outcomes) = (batch, outcomes);
         any
     }
 

@@ -208,7 +208,7 @@ fn an_endpoint_that_cannot_be_moved_stays_and_the_status_reports_why() {
     assert_eq!(bench.map(1, page(1), 0x9000), Status::Ok);
     assert_eq!(bench.attach(2, 2), Status::Ok);
     for (error, status) in [
-        (Error::NoMemory, Status::NoMem),
+        (Error::NoMemory { operation: "map", range: page(1) }, Status::NoMem),
         (Error::Full { what: "pins", used: 1, limit: 1 }, Status::NoMem),
         (Error::Gone("a test"), Status::DevErr),
         (Error::Unsupported("a test"), Status::Unsupp),

@@ -117,9 +117,9 @@ fn an_unmap_that_is_sent_again_waits_for_the_invalidation_that_failed() {
         assert!(rig.poll().is_err(), "{kind:?}");
         assert_eq!(rig.begin(unmap), Status::Ok);
         assert_eq!(rig.poll(), Ok(false), "{kind:?}: the reader knows nothing of it yet");
-        let mut heard = Vec::new();
-        rig.reader.poll(|gone| heard.push(gone));
-        assert_eq!(heard, [Invalidation::Range(page())]);
+        let mut invalidated = Vec::new();
+        rig.reader.poll(|gone| invalidated.push(gone));
+        assert_eq!(invalidated, [Invalidation::Range(page())]);
         assert_eq!(rig.poll(), Ok(true));
         assert!(!rig.session.needs_sync());
     }

@@ -195,16 +195,16 @@ fn faults_reach_the_driver_and_wait_for_buffers_up_to_a_limit() {
     assert_eq!(events.poll(&ram).unwrap().published, 0, "no buffer: it waits");
     assert_eq!(faults.waiting(), 1, "and is seen to wait");
     let mut receiver = EventReceiver::new(front, window, DATA);
-    let mut heard = Vec::new();
+    let mut records = Vec::new();
     for n in 1..10 {
         faults.report(fault(n));
     }
     assert_eq!((faults.waiting(), faults.dropped()), (3, 7));
     let progress = events.poll(&ram).unwrap();
     assert_eq!((progress.published, progress.interrupt), (3, true));
-    receiver.poll(|record| heard.push(record)).unwrap();
+    receiver.poll(|record| records.push(record)).unwrap();
     let expected: Vec<FaultRecord> = (0..3).map(|n| fault(n).into()).collect();
-    assert_eq!(heard, expected);
+    assert_eq!(records, expected);
     // The buffers are the device's again.
     (20..24).for_each(|n| faults.report(fault(n)));
     assert_eq!(events.poll(&ram).unwrap().published, 3);

@@ -1,7 +1,7 @@
 //! The driver's end of a virtqueue.
 
 mod end;
-mod names;
+mod ids;
 mod packed;
 mod split;
 

@@ -79,6 +79,7 @@ pub enum RingError {
         /// Its address.
         addr: u64,
         /// Why not.
+        #[source]
         error: AccessError,
     },
     /// The index to start from is further from the used ring's than the queue is long.
@@ -121,6 +122,7 @@ pub enum RingError {
         /// reached.
         head: u16,
         /// What is wrong with it.
+        #[source]
         fault: ChainFault,
     },
     /// The used index claims more chains than are in flight.
@@ -235,6 +237,7 @@ pub enum ChainFault {
         /// The address of the table.
         addr: u64,
         /// Why not.
+        #[source]
         error: AccessError,
     },
     /// A descriptor that the device reads follows one that it writes.
@@ -313,5 +316,5 @@ pub enum AddError {
     },
     /// The queue is broken.
     #[error("the queue is broken: {0}")]
-    Broken(RingError),
+    Broken(#[source] RingError),
 }

@@ -1,6 +1,6 @@
 //! An access through the IOMMU, by an `edu`.
 //!
-//! An `edu` tells neither what it read nor whether it was let: what it read is known once it has
+//! An `edu` reports neither what it read nor whether it was let: what it read is known once it has
 //! written it elsewhere, and it writes what it has read. So it is given a page of the subject's own
 //! for the time of an access: through a mapping where the kit maps nothing if it is in a domain
 //! that has mappings, and at the page's own address if it is not.
@@ -59,7 +59,7 @@ pub(crate) fn access(
     Ok(outcome)
 }
 
-/// Has the endpoint read, and tells what it got.
+/// Has the endpoint read into `out`.
 fn load(
     subject: &mut Viommu,
     endpoint: u32,
@@ -82,7 +82,7 @@ fn load(
     Ok(if refused { Err(Refused) } else { Ok(()) })
 }
 
-/// Has the endpoint write, what nobody has written before, and looks whether it is anywhere.
+/// Has the endpoint write what was never written before, and looks whether it is anywhere.
 fn store(
     subject: &mut Viommu,
     endpoint: u32,

@@ -3,7 +3,7 @@
 //! needs root.
 //!
 //! `viommu-kit [--json] [--only CHECK,V22,...] [--without CHECK,...] [--absent ENDPOINT]`: a line for each check and how
-//! it ended, or all of it as JSON. 0 if everything was run, whatever came out: who asked judges.
+//! it ended, or all of it as JSON. 0 if everything was run, whatever came out: it does not judge.
 
 mod access;
 mod edu;
@@ -85,7 +85,7 @@ fn print(report: &Report) {
     }
 }
 
-/// What `ringfence conformance --json` writes, as far as it can be told here.
+/// What `ringfence conformance --json` writes, as far as it is known here.
 fn print_json(report: &Report) {
     let findings = report.findings.iter().map(|finding| {
         let mismatch = match &finding.outcome {

@@ -81,7 +81,7 @@ fn physical(at: usize) -> Result<u64> {
     let offset = at / PAGE * entry.len();
     File::open("/proc/self/pagemap")?.read_exact_at(&mut entry, offset as u64)?;
     let entry = u64::from_le_bytes(entry);
-    // Bit 63: it is there. The 55 lowest are its number, which only root is told.
+    // Bit 63: it is there. The 55 lowest are its number, which only root can read.
     let number = entry & ((1 << 55) - 1);
     ensure!(entry >> 63 == 1 && number != 0, "the kernel does not say where memory lies");
     Ok(number * PAGE as u64)

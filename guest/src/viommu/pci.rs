@@ -86,7 +86,7 @@ impl Function {
     }
 }
 
-/// A number that sysfs tells of a device.
+/// A number that sysfs has for a device.
 fn number(folder: &Path, name: &str) -> Result<u16> {
     let text = fs::read_to_string(folder.join(name))?;
     Ok(u16::from_str_radix(text.trim().trim_start_matches("0x"), 16)?)
@@ -110,7 +110,7 @@ struct Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: made in `registers`; whoever uses it holds this.
+        // SAFETY: made in `registers`; all that use it hold this.
         unsafe { libc::munmap(self.at as *mut _, self.len) };
     }
 }

@@ -48,7 +48,7 @@ pub(crate) struct Viommu {
     queues: Option<Queues>,
     /// In which domain an endpoint is, as far as completed requests show.
     domains: HashMap<u32, u32>,
-    /// The same from before a reset, after which nobody is in any.
+    /// The same from before a reset, after which no endpoint is in any.
     before_reset: HashMap<u32, u32>,
     /// No endpoint has this number.
     absent: u32,

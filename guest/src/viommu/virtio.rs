@@ -133,7 +133,7 @@ impl Device {
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
     }
 
-    /// Tells it that there is something in a queue.
+    /// Kicks a queue.
     pub(crate) fn kick(&self, index: u16) {
         self.common.write(0x16, index);
         let offset: u16 = self.common.read(0x1e);

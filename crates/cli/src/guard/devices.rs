@@ -11,7 +11,7 @@ use ringfence_devices::{
     blk::{Blk, BlkOptions, make_rings},
     disk::{Disk, Image, ImageOptions},
     iommu::Iommu,
-    net::{Net, NetOptions, Tap, Way},
+    net::{Link, Net, NetOptions, Tap},
 };
 use ringfence_iommu::shootdown::Shootdown;
 use ringfence_iotlb::{Binding, Endpoint};
@@ -225,17 +225,17 @@ impl<'a> Plan<'a> {
                     DeviceKind::Net { net: Arc::clone(net), end: 1, endpoint }
                 }
                 (Wanted::Net(spec, _), opened, _) => {
-                    let (way, workers) = match (opened, &spec.way) {
-                        (Opened::Tap(tap), _) => (Way::Tap(tap), Arc::clone(workers)),
+                    let (link, workers) = match (opened, &spec.way) {
+                        (Opened::Tap(tap), _) => (Link::Tap(tap), Arc::clone(workers)),
                         // What one end sends on a pair, the other may receive on any pair: one
                         // worker serves them all.
-                        (_, NetWay::Peer(_)) => (Way::Peer, ready.workers("peer", 1)?),
-                        _ => (Way::Loopback, Arc::clone(workers)),
+                        (_, NetWay::Peer(_)) => (Link::Peer, ready.workers("peer", 1)?),
+                        _ => (Link::Loopback, Arc::clone(workers)),
                     };
                     let options = NetOptions {
                         pairs: spec.common.queues,
                         unit,
-                        ..NetOptions::new(format!("net {address}"), way)
+                        ..NetOptions::new(format!("net {address}"), link)
                     };
                     let net = Net::new(options, workers);
                     let net = net.context("preparing a network device")?;

@@ -194,7 +194,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     if ready.goes_on(0) {
         let recovered = match journal.take() {
             Some((journal, true)) => iommu.recover(journal).map_err(anyhow::Error::from),
-            _ => Err(anyhow!("their journal is gone")),
+            _ => Err(anyhow!(
+                "the previous process has left no journal of {bytes} bytes (was its --max-mappings \
+                 another?)"
+            )),
         };
         if let Err(why) = recovered {
             tracing::error!(

@@ -16,7 +16,11 @@ pub(crate) enum Command {
     Compare(compare::Arguments),
     #[command(about = "What a recorded stream of maps and unmaps costs under other allocators")]
     Replay(replay::Arguments),
-    #[command(subcommand, about = "The tables of the components, with their peers beside them")]
+    #[command(
+        subcommand,
+        about = "The tables of the components, with their peers beside them",
+        after_help = "EXAMPLES:\n    ringfence bench iova\n    ringfence bench map --json map.json"
+    )]
     Bench(bench::Bench),
     /// The device process that `compare` starts.
     #[command(hide = true)]

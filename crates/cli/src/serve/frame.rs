@@ -369,11 +369,11 @@ impl<S: Service> Frame<S> {
         let Frame { service, fronts, .. } = self;
         drop(service);
         let begun = Instant::now();
-        for Front { listener: Listener { socket, name, placed }, closer, .. } in fronts {
+        for Front { listener: Listener { socket, name, file }, closer, .. } in fronts {
             match leaves {
                 // The successor needs the file.
-                true => std::mem::forget(placed),
-                false => drop(placed),
+                true => std::mem::forget(file),
+                false => drop(file),
             }
             // It still holds connections that were never accepted.
             drop(PeerFd::new(socket, &closer));

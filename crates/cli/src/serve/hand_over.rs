@@ -153,9 +153,14 @@ fn show(mut stream: &UnixStream, stop: BorrowedFd<'_>, saved_state: &SavedState)
     }
     // The reply comes in one piece.
     let mut word = [0; GO.len()];
-    let there = stream.read(&mut word).context("it has left")?;
-    ensure!(there > 0, "it cannot, and has left");
-    ensure!(word == GO, "its reply is unknown");
+    let there = stream.read(&mut word).context("it has hung up")?;
+    ensure!(there > 0, "it cannot take over, and has hung up: its own log has the reason");
+    ensure!(
+        word == GO,
+        "it replies {}, where {} is due: is it of another version?",
+        word.escape_ascii(),
+        GO.escape_ascii()
+    );
     Ok(())
 }
 
@@ -176,7 +181,7 @@ mod tests {
             door
         });
         assert!(!is_gone(&path));
-        // It is killed before it looks at who has connected.
+        // It is killed before it looks at its new peer.
         let door = greets.join().unwrap();
         let killed = thread::spawn(move || {
             let mut fds = [PollFd::new(&door, PollFlags::IN)];
@@ -184,6 +189,6 @@ mod tests {
         });
         assert!(is_gone(&path));
         killed.join().unwrap();
-        assert!(is_gone(&path), "nobody listens at the file");
+        assert!(is_gone(&path), "no process listens at the file");
     }
 }

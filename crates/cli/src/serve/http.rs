@@ -17,7 +17,7 @@ use rustix::{
     net::{RecvFlags, SendFlags, SocketFlags, accept_with, recv, send},
 };
 
-use super::socket::{self, Access, Placed};
+use super::socket::{self, Access, SocketFile};
 
 /// How long a scraper may take from its connection until it has the whole response.
 const TIME_OUT: Duration = Duration::from_secs(2);
@@ -62,7 +62,7 @@ impl fmt::Display for Address {
 /// Serves the metrics.
 pub(crate) struct Endpoint {
     // Before the socket, as in `Listener`.
-    placed: Option<Placed>,
+    file: Option<SocketFile>,
     listener: OwnedFd,
     /// Its address, with the port that the kernel has chosen if 0 was given.
     pub(super) address: Address,
@@ -82,7 +82,7 @@ impl Endpoint {
         more_names: &[String],
         owner: Option<Uid>,
     ) -> io::Result<Endpoint> {
-        let (listener, address, placed, names) = match address {
+        let (listener, address, file, names) = match address {
             Address::Tcp(address) => {
                 let places: Vec<_> = address.to_socket_addrs()?.collect();
                 let listener = TcpListener::bind(&*places)?;
@@ -93,16 +93,16 @@ impl Endpoint {
                 (listener.into(), address, None, Some(names.collect()))
             }
             Address::Unix(path) => {
-                let (listener, placed) = socket::bind(path, Access { owner, ..Access::OWN })?;
-                (listener.into(), address.clone(), Some(placed), None)
+                let (listener, file) = socket::bind(path, Access { owner, ..Access::OWN })?;
+                (listener.into(), address.clone(), Some(file), None)
             }
         };
-        Ok(Endpoint { listener, address, placed, names, time_out: TIME_OUT })
+        Ok(Endpoint { listener, address, file, names, time_out: TIME_OUT })
     }
 
     /// The folder of its socket, if it is a Unix socket.
     pub(crate) fn folder(&self) -> Option<BorrowedFd<'_>> {
-        self.placed.as_ref().map(Placed::folder)
+        self.file.as_ref().map(SocketFile::folder)
     }
 
     /// Serves the text that `page` returns, until `stop` is hung up.

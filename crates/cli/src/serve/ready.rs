@@ -194,8 +194,8 @@ pub(crate) fn open(
     let stop = UnixStream::pair().context("preparing for the end")?;
     let manager = Manager::of_this_process();
     let door = common.hand_over.as_deref().map(|path| {
-        // A process that gets in receives all that the service has: only its own user may, whoever
-        // may connect to its sockets.
+        // A process that gets in receives all that the service has: only its own user's may,
+        // whatever `--socket-mode` is.
         Listener::bind(path, Access { owner: common.confine.user(), ..Access::OWN })
     });
     let door = door.transpose()?;

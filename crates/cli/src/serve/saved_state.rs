@@ -31,7 +31,7 @@ const SETTLED: u64 = 0;
 /// A request is being handled.
 const UNSETTLED: u64 = 1;
 /// The state of the connection could not be saved.
-const UNKNOWN: u64 = 2;
+const UNSAVED: u64 = 2;
 
 /// The state that this process keeps for a successor.
 pub(super) struct SavedState {
@@ -239,7 +239,7 @@ impl SavedState {
     /// Makes a keeper for the state of a connection of socket number `socket`.
     ///
     /// # Errors
-    /// Out of descriptors.
+    /// Out of memory or descriptors.
     pub(super) fn keeper(
         &self,
         socket: usize,
@@ -300,7 +300,7 @@ pub(super) struct FrontKeeper {
     stream: OwnedFd,
     page: SharedFile,
     page_fd: OwnedFd,
-    /// The value of the page between requests: `SETTLED`, or `UNKNOWN` after a failure.
+    /// The value of the page between requests: `SETTLED`, or `UNSAVED` after a failure.
     idle: u64,
     /// The turn to end once the connection has resumed.
     turn: Option<Arc<Turn>>,
@@ -331,7 +331,7 @@ impl Keeper for FrontKeeper {
             None => mailbox.write(&[], &[]),
         };
         let before =
-            std::mem::replace(&mut self.idle, if saved.is_ok() { SETTLED } else { UNKNOWN });
+            std::mem::replace(&mut self.idle, if saved.is_ok() { SETTLED } else { UNSAVED });
         if let Err(error) = saved
             && before == SETTLED
         {

@@ -29,28 +29,29 @@ use rustix::{
 };
 
 /// A socket in the file system; removed at the end, if it is still ours.
-pub(crate) struct Placed {
-    place: FolderEntry,
-    file: (u64, u64),
+pub(crate) struct SocketFile {
+    entry: FolderEntry,
+    /// Its device and inode.
+    identity: (u64, u64),
     /// It was removed: the next file of that name may have the same inode number.
     gone: AtomicBool,
 }
 
-impl Placed {
+impl SocketFile {
     /// Its folder.
     pub(super) fn folder(&self) -> BorrowedFd<'_> {
-        self.place.folder()
+        self.entry.folder()
     }
 
     /// The socket that the previous process has put there.
-    fn there(path: &Path) -> io::Result<Placed> {
-        let place = FolderEntry::of(path)?;
-        let (_, about) = place.look()?;
-        Ok(Placed::new(place, &about))
+    fn existing(path: &Path) -> io::Result<SocketFile> {
+        let entry = FolderEntry::of(path)?;
+        let (_, stat) = entry.look()?;
+        Ok(SocketFile::new(entry, &stat))
     }
 
-    fn new(place: FolderEntry, about: &Stat) -> Placed {
-        Placed { place, file: identity(about), gone: AtomicBool::new(false) }
+    fn new(entry: FolderEntry, stat: &Stat) -> SocketFile {
+        SocketFile { entry, identity: identity(stat), gone: AtomicBool::new(false) }
     }
 
     /// Removes it from the file system, if it is still ours.
@@ -58,26 +59,26 @@ impl Placed {
         if self.gone.swap(true, Ordering::Relaxed) {
             return;
         }
-        let (folder, name) = (self.place.folder(), self.place.name());
-        let about = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
-        if about.is_ok_and(|about| identity(&about) == self.file) {
+        let (folder, name) = (self.entry.folder(), self.entry.name());
+        let stat = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
+        if stat.is_ok_and(|stat| identity(&stat) == self.identity) {
             let _ = unlinkat(folder, name, AtFlags::empty());
         }
     }
 }
 
-impl Drop for Placed {
+impl Drop for SocketFile {
     fn drop(&mut self) {
         self.remove();
     }
 }
 
-fn identity(about: &Stat) -> (u64, u64) {
-    (about.st_dev, about.st_ino)
+fn identity(stat: &Stat) -> (u64, u64) {
+    (stat.st_dev, stat.st_ino)
 }
 
-fn is_socket(about: &Stat) -> bool {
-    FileType::from_raw_mode(about.st_mode) == FileType::Socket
+fn is_socket(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::Socket
 }
 
 /// Who may connect to a socket.
@@ -101,19 +102,20 @@ impl Access {
 /// # Errors
 /// Another process listens there; there is a file that is not a socket; it cannot be made; another
 /// user's link leads there.
-pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
+pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, SocketFile)> {
     let refuse = |kind, why| Err(io::Error::new(kind, why));
     let at = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = || net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-    let place = FolderEntry::of(path)?;
-    let _alone = lock(place.folder());
-    if let Ok((_, about)) = place.look() {
-        if !is_socket(&about) {
-            return refuse(ErrorKind::AlreadyExists, "there is a file, not a socket");
+    let entry = FolderEntry::of(path)?;
+    let _alone = lock(entry.folder());
+    if let Ok((_, stat)) = entry.look() {
+        if !is_socket(&stat) {
+            let why = "there is a file, not a socket: remove it, or name another path";
+            return refuse(ErrorKind::AlreadyExists, why);
         }
         match net::connect(socket()?, &at) {
-            Err(Errno::CONNREFUSED) => unlinkat(place.folder(), place.name(), AtFlags::empty())?,
+            Err(Errno::CONNREFUSED) => unlinkat(entry.folder(), entry.name(), AtFlags::empty())?,
             Err(Errno::NOENT) => {}
             // AGAIN: it has as many connections to accept as it may.
             Ok(()) | Err(Errno::AGAIN) => {
@@ -125,17 +127,17 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
     let socket = socket()?;
     bind_with(&socket, &at, Mode::from_raw_mode(access.mode))?;
     // It is in its place, unless a folder on the way was replaced meanwhile.
-    let (file, about) = place.look()?;
-    if !is_socket(&about) || about.st_uid != geteuid().as_raw() {
+    let (node, stat) = entry.look()?;
+    if !is_socket(&stat) || stat.st_uid != geteuid().as_raw() {
         return refuse(ErrorKind::AlreadyExists, "another process has put a file there");
     }
-    let placed = Placed::new(place, &about);
+    let file = SocketFile::new(entry, &stat);
     // No peer can connect before it listens.
     if access.owner.is_some() || access.group.is_some() {
-        chownat(&file, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
+        chownat(&node, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
     }
     net::listen(&socket, 16)?;
-    Ok((UnixListener::from(socket), placed))
+    Ok((UnixListener::from(socket), file))
 }
 
 /// Binds a socket whose file has the permission bits `mode` from its first moment on. Linux gives
@@ -156,7 +158,7 @@ fn bind_with(socket: &OwnedFd, at: &SocketAddrUnix, mode: Mode) -> io::Result<()
 /// A socket of the service.
 pub(crate) struct Listener {
     // Dropped before the socket: while this process listens, no other one binds there.
-    pub(super) placed: Option<Placed>,
+    pub(super) file: Option<SocketFile>,
     pub(super) socket: UnixListener,
     /// Its name in messages.
     pub(super) name: String,
@@ -169,20 +171,20 @@ impl Listener {
     /// As [`bind`].
     pub(super) fn bind(path: &Path, access: Access) -> Result<Listener> {
         let name = path.display().to_string();
-        let (socket, placed) =
+        let (socket, file) =
             bind(path, access).with_context(|| format!("cannot listen on {name}"))?;
-        Ok(Listener { socket, name, placed: Some(placed) })
+        Ok(Listener { socket, name, file: Some(file) })
     }
 
     /// Its folder, if the service has put it there.
     pub(super) fn folder(&self) -> Option<BorrowedFd<'_>> {
-        self.placed.as_ref().map(Placed::folder)
+        self.file.as_ref().map(SocketFile::folder)
     }
 
     /// The service ends: removes the socket's file.
     pub(super) fn remove(&self) {
-        if let Some(placed) = &self.placed {
-            placed.remove();
+        if let Some(file) = &self.file {
+            file.remove();
         }
     }
 }
@@ -233,13 +235,13 @@ pub(super) fn passed() -> Result<Passed> {
     Ok(Passed { listeners, ends: write.zip(read).map(|(write, read)| [write, read]) })
 }
 
-/// Locks a folder, so that one process at a time replaces what is there: of two at once, the second would
-/// remove the socket of the first. A folder that cannot be read, or that others keep locked, does not hold up
-/// the start; without the lock that can happen.
+/// Locks a folder, so that one process at a time replaces what is there. A folder that cannot be
+/// read, or that others keep locked, does not hold up the start. Without the lock, two starts at
+/// once may replace each other's socket.
 fn lock(folder: BorrowedFd<'_>) -> Option<OwnedFd> {
     let how = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = openat(folder, ".", how, Mode::empty()).ok()?;
-    // One that others keep locked for so long is waited for once, not for each socket.
+    // After the first time-out no other folder is waited for.
     static GIVEN_UP: AtomicBool = AtomicBool::new(false);
     let begun = Instant::now();
     while flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
@@ -251,8 +253,8 @@ fn lock(folder: BorrowedFd<'_>) -> Option<OwnedFd> {
     Some(folder)
 }
 
-/// For how long another process may keep a folder locked: far longer than a start takes. Any user that can read
-/// a folder can lock it.
+/// For how long another process may keep a folder locked: far longer than a start takes. Any user
+/// that can read a folder can lock it.
 const LOCKED_WITHIN: Duration = Duration::from_secs(2);
 
 /// The sockets that were passed, or those that the previous process has left, or those at `paths`;
@@ -276,14 +278,14 @@ pub(super) fn open(
         let name = path.as_ref().map(|path| path.display().to_string());
         let name = name.unwrap_or(format!("LISTEN_FDS[{at}]"));
         let own = path.filter(|path| !activated && paths.get(at) == Some(&&**path));
-        match own.map(|path| (Placed::there(&path), path)) {
+        match own.map(|path| (SocketFile::existing(&path), path)) {
             // The previous process removed it when it ended by itself, or another process did.
             Some((Err(error), path)) if error.kind() == ErrorKind::NotFound => {
                 listeners.push(Listener::bind(&path, access)?);
             }
             own => {
-                let placed = own.and_then(|(placed, _)| placed.ok());
-                listeners.push(Listener { socket, name, placed });
+                let file = own.and_then(|(file, _)| file.ok());
+                listeners.push(Listener { socket, name, file });
             }
         }
     }
@@ -293,9 +295,10 @@ pub(super) fn open(
     }
     match listeners.len() {
         0 => Err(usage::wrong("no socket: --socket PATH, or have it passed in LISTEN_FDS")),
-        found if found != count => {
-            Err(usage::wrong(format!("{found} sockets where {count} are needed")))
-        }
+        found if found != count => Err(usage::wrong(format!(
+            "the service takes {count} sockets, and LISTEN_FDS or the previous process has passed \
+             {found}: pass {count}"
+        ))),
         _ => Ok(listeners),
     }
 }
@@ -349,14 +352,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
         drop(UnixListener::bind(&path).unwrap());
-        let (listener, placed) = bind(&path, Access { mode: 0o640, ..Access::OWN }).unwrap();
+        let (listener, file) = bind(&path, Access { mode: 0o640, ..Access::OWN }).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
         // More than the umask would allow.
         let all = folder.path().join("all");
         let _kept = bind(&all, Access { mode: 0o777, ..Access::OWN }).unwrap();
         assert_eq!(fs::metadata(&all).unwrap().mode() & 0o777, 0o777);
         assert_eq!(bind(&path, Access::OWN).err().unwrap().kind(), io::ErrorKind::AddrInUse);
-        drop((listener, placed));
+        drop((listener, file));
         assert!(!path.exists());
         fs::write(&path, "kept").unwrap();
         assert_eq!(bind(&path, Access::OWN).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
@@ -367,10 +370,10 @@ mod tests {
     fn what_took_its_place_is_left_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("socket");
-        let (_listener, placed) = bind(&path, Access::OWN).unwrap();
+        let (_listener, file) = bind(&path, Access::OWN).unwrap();
         fs::remove_file(&path).unwrap();
         let _other = UnixListener::bind(&path).unwrap();
-        drop(placed);
+        drop(file);
         assert!(path.exists());
     }
 }

@@ -20,6 +20,11 @@ use super::{
 };
 use crate::disk::Disk;
 
+/// The kernel did not take the requests.
+#[derive(Debug, thiserror::Error)]
+#[error("io_uring: {0}")]
+struct NotSubmitted(#[source] io::Error);
+
 /// What serves the requests of one ring of a block device.
 pub struct BlkServer {
     pub(super) store: Store,
@@ -248,7 +253,7 @@ impl Serve for BlkServer {
 
     fn kick(&mut self) -> io::Result<()> {
         let kicked = self.store.file_mut().map_or(Ok(()), |file| file.io.kick());
-        kicked.map_err(|error| io::Error::new(error.kind(), format!("io_uring: {error}")))
+        kicked.map_err(|error| io::Error::new(error.kind(), NotSubmitted(error)))
     }
 
     fn notify(&self, bell: &Arc<Doorbell>) -> io::Result<()> {

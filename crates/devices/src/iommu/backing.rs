@@ -33,7 +33,7 @@ pub struct Endpoints {
 
 /// An endpoint.
 struct Slot {
-    way: Way,
+    translator: Translator,
     reserved: Vec<ReservedRegion>,
     /// Where the device wants it, once it wants it anywhere.
     wanted: Option<Binding<JointDomain>>,
@@ -53,9 +53,9 @@ enum Presence {
     Left,
 }
 
-/// How it translates.
+/// Where an endpoint's addresses are translated: in this process, or by a real IOMMU.
 #[derive(Clone)]
-enum Way {
+enum Translator {
     Here(Arc<Endpoint>),
     Outside(Arc<Outside<SoftDomain<GuestPhys>>>),
 }
@@ -72,7 +72,7 @@ impl Endpoints {
     ) -> Endpoints {
         let slot = |endpoint: Arc<Endpoint>| {
             let reserved = geometry.reserved.to_vec();
-            (endpoint.id(), Slot::new(Way::Here(endpoint), reserved))
+            (endpoint.id(), Slot::new(Translator::Here(endpoint), reserved))
         };
         Endpoints {
             slots: Mutex::new(endpoints.into_iter().map(slot).collect()),
@@ -93,7 +93,7 @@ impl Endpoints {
     ///
     /// [V27]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v27
     pub fn add(&self, endpoint: Arc<Endpoint>, reserved: &[ReservedRegion]) -> Result<()> {
-        self.insert(endpoint.id(), Way::Here(endpoint), reserved)
+        self.insert(endpoint.id(), Translator::Here(endpoint), reserved)
     }
 
     /// Adds the endpoint `id`, for DMA that a real IOMMU translates. What cannot be mapped in that
@@ -109,10 +109,10 @@ impl Endpoints {
     ) -> Result<()> {
         let mut own = mirror.reserved();
         own.extend_from_slice(reserved);
-        self.insert(id, Way::Outside(Arc::new(Outside::new(mirror))), &own)
+        self.insert(id, Translator::Outside(Arc::new(Outside::new(mirror))), &own)
     }
 
-    fn insert(&self, id: u32, way: Way, own: &[ReservedRegion]) -> Result<()> {
+    fn insert(&self, id: u32, translator: Translator, own: &[ReservedRegion]) -> Result<()> {
         let mut reserved = self.geometry.reserved.to_vec();
         for region in own {
             if !reserved.contains(region) {
@@ -127,10 +127,10 @@ impl Endpoints {
         if slots.contains_key(&id) {
             return Err(Error::Unsupported("the endpoint exists already"));
         }
-        if let (Way::Here(endpoint), Some(faults)) = (&way, &*self.faults.lock()) {
+        if let (Translator::Here(endpoint), Some(faults)) = (&translator, &*self.faults.lock()) {
             endpoint.report_to(Arc::clone(faults));
         }
-        slots.insert(id, Slot::new(way, reserved));
+        slots.insert(id, Slot::new(translator, reserved));
         Ok(())
     }
 
@@ -168,7 +168,7 @@ impl Endpoints {
     pub(super) fn report_to(&self, faults: Arc<dyn FaultSink>) {
         let slots = self.slots.lock();
         for slot in slots.values() {
-            if let Way::Here(endpoint) = &slot.way {
+            if let Translator::Here(endpoint) = &slot.translator {
                 endpoint.report_to(Arc::clone(&faults));
             }
         }
@@ -221,15 +221,15 @@ impl Endpoints {
 
     fn bind(&self, endpoint: u32, to: Binding<JointDomain>) -> Result<()> {
         // Not under the lock: it may take long.
-        let way = self.slots.lock().get(&endpoint).map(|slot| slot.way.clone());
-        let change = match way {
+        let translator = self.slots.lock().get(&endpoint).map(|slot| slot.translator.clone());
+        let change = match translator {
             None => return Ok(()),
-            Some(Way::Here(known)) => SyncToken::new(known.bind(match to {
+            Some(Translator::Here(known)) => SyncToken::new(known.bind(match to {
                 Binding::Blocked => iotlb::Binding::Blocked,
                 Binding::Bypass => iotlb::Binding::Bypass,
                 Binding::Domain(domain) => iotlb::Binding::Domain(Arc::clone(domain.primary())),
             })),
-            Some(Way::Outside(known)) => {
+            Some(Translator::Outside(known)) => {
                 known.bind(to)?;
                 SyncToken::DONE
             }
@@ -246,9 +246,9 @@ impl Endpoints {
 }
 
 impl Slot {
-    fn new(way: Way, reserved: Vec<ReservedRegion>) -> Slot {
+    fn new(translator: Translator, reserved: Vec<ReservedRegion>) -> Slot {
         let (change, presence) = (SyncToken::DONE, Presence::There);
-        Slot { way, reserved, wanted: None, change, presence, may_bypass: true }
+        Slot { translator, reserved, wanted: None, change, presence, may_bypass: true }
     }
 
     fn is_there(&self) -> bool {

@@ -58,7 +58,10 @@ pub enum LocalIommuError {
     },
     /// I/O under way does not end, so that an invalidation is not over: what was unmapped may be
     /// reached still.
-    #[error("I/O under way does not end")]
+    #[error(
+        "I/O under way has not ended within 10 s, so that what was unmapped may be reached still: \
+         reset the device again once the I/O has ended"
+    )]
     Stuck,
     /// An invalidation could not be begun: what was unmapped may be reached still.
     #[error(transparent)]

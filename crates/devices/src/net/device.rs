@@ -16,7 +16,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     round::{GRACE, Terms},
     stats::QueueCounters,
-    unit::{NetUnit, Start, Way},
+    unit::{Link, NetUnit, Start},
     wire::{LINK_UP, NetConfig, feature},
 };
 use crate::iommu::IommuClient;
@@ -30,7 +30,7 @@ pub struct NetOptions {
     /// Its name in messages.
     pub name: Arc<str>,
     /// Where packets go.
-    pub way: Way,
+    pub link: Link,
     /// How many pairs of queues it offers: at most 128, whose rings vhost-user can start.
     pub pairs: u16,
     /// The number of its units among a worker's.
@@ -50,10 +50,10 @@ pub struct NetOptions {
 
 impl NetOptions {
     /// A device with one pair of queues and a device IOTLB, unit 0.
-    pub fn new(name: impl Into<Arc<str>>, way: Way) -> NetOptions {
+    pub fn new(name: impl Into<Arc<str>>, link: Link) -> NetOptions {
         NetOptions {
             name: name.into(),
-            way,
+            link,
             pairs: 1,
             unit: 0,
             mac: None,
@@ -90,8 +90,8 @@ impl Net {
     /// # Panics
     /// If there is no worker.
     pub fn new(options: NetOptions, workers: Arc<[Worker]>) -> io::Result<Arc<Net>> {
-        let most = match &options.way {
-            Way::Tap(tap) => tap.queues().min(MOST_PAIRS),
+        let most = match &options.link {
+            Link::Tap(tap) => tap.queues().min(MOST_PAIRS),
             _ => MOST_PAIRS,
         };
         if usize::from(options.pairs) > most {
@@ -101,9 +101,9 @@ impl Net {
         let unit = options.unit;
         let shares = Shares::new(workers, unit);
         for share in 0..shares.count() {
-            let (way, pairs, grace) = (options.way.clone(), options.pairs, options.grace);
+            let (link, pairs, grace) = (options.link.clone(), options.pairs, options.grace);
             let made = shares.on_worker(share, move |work| {
-                work.insert(unit, Box::new(NetUnit::new(way, pairs, grace)?));
+                work.insert(unit, Box::new(NetUnit::new(link, pairs, grace)?));
                 io::Result::Ok(())
             });
             made.map_err(|error| io::Error::other(error.into_inner()))??;
@@ -112,7 +112,7 @@ impl Net {
             counters: (0..2 * options.pairs).map(|_| Arc::default()).collect(),
             ..End::default()
         };
-        let ends = (0..options.way.ends()).map(|_| end()).collect();
+        let ends = (0..options.link.ends()).map(|_| end()).collect();
         Ok(Arc::new(Net { options, shares, ends }))
     }
 
@@ -198,8 +198,8 @@ impl RawDevice for NetEnd {
     }
 
     fn features(&self) -> u64 {
-        let NetOptions { pairs, mac, mtu, way, .. } = &self.net.options;
-        let mut features = feature::MRG_RXBUF | feature::STATUS | way.offloads();
+        let NetOptions { pairs, mac, mtu, link, .. } = &self.net.options;
+        let mut features = feature::MRG_RXBUF | feature::STATUS | link.offloads();
         for (offered, bit) in [
             (*pairs > 1, feature::MQ),
             (mac.is_some(), feature::MAC),
@@ -298,7 +298,7 @@ impl RawDevice for NetEnd {
 
     fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {
         // Between two drivers no switch needs to learn it.
-        if let Way::Tap(tap) = &self.net.options.way {
+        if let Link::Tap(tap) = &self.net.options.link {
             tap.announce(mac, Terms { features })?;
         }
         Ok(())
@@ -319,7 +319,7 @@ mod tests {
     fn more_pairs_than_can_be_started_are_refused() {
         for pairs in [129, u16::MAX] {
             let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
-            let options = NetOptions { pairs, ..NetOptions::new("test", Way::Loopback) };
+            let options = NetOptions { pairs, ..NetOptions::new("test", Link::Loopback) };
             let refused = Net::new(options, workers).map(drop).unwrap_err();
             assert_eq!(refused.kind(), io::ErrorKind::InvalidInput);
         }

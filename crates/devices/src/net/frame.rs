@@ -1,5 +1,5 @@
 //! Frames for measurements and tests, of which every byte follows from the frame's number:
-//! [`Way::Probe`](super::Way::Probe) sends them, and load generators do.
+//! [`Link::Probe`](super::Link::Probe) sends them, and load generators do.
 
 /// Bytes of a frame.
 pub const FRAME: usize = 64;

@@ -26,4 +26,4 @@ pub use device::{Net, NetEnd, NetOptions};
 pub use round::GRACE;
 pub use stats::{Lost, QueueCounters};
 pub use tap::{Tap, TapError};
-pub use unit::{NetUnit, Way};
+pub use unit::{Link, NetUnit};

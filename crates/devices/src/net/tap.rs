@@ -70,12 +70,12 @@ pub enum TapError {
         source: io::Error,
     },
     /// The kernel does not take what a driver has negotiated.
-    #[error("{name}: the kernel refuses the offloads in the features {features:#x}: {source}")]
+    #[error("{name}: the kernel refuses {what}: {source}")]
     Offloads {
         /// The tap.
         name: String,
-        /// What was negotiated.
-        features: u64,
+        /// The offloads by name, or the size of headers.
+        what: String,
         /// The system call's error.
         source: io::Error,
     },
@@ -152,17 +152,20 @@ impl Tap {
     /// The kernel refuses it.
     pub(super) fn settle(&self, terms: Terms) -> Result<(), TapError> {
         let has = |bit| terms.features & bit != 0;
-        let mut offloads = 0;
+        let (mut offloads, mut names) = (0, Vec::new());
         if has(feature::GUEST_CSUM) {
-            for (bits, flag) in [
-                (feature::GUEST_CSUM, offload::CSUM),
-                (feature::GUEST_TSO4, offload::TSO4),
-                (feature::GUEST_TSO6, offload::TSO6),
-                (feature::GUEST_ECN, offload::ECN),
-                (feature::GUEST_USO4, offload::USO4),
-                (feature::GUEST_USO6, offload::USO6),
+            for (bits, flag, name) in [
+                (feature::GUEST_CSUM, offload::CSUM, "GUEST_CSUM"),
+                (feature::GUEST_TSO4, offload::TSO4, "GUEST_TSO4"),
+                (feature::GUEST_TSO6, offload::TSO6, "GUEST_TSO6"),
+                (feature::GUEST_ECN, offload::ECN, "GUEST_ECN"),
+                (feature::GUEST_USO4, offload::USO4, "GUEST_USO4"),
+                (feature::GUEST_USO6, offload::USO6, "GUEST_USO6"),
             ] {
-                offloads |= if has(bits) { flag } else { 0 };
+                if has(bits) {
+                    offloads |= flag;
+                    names.push(name);
+                }
             }
         }
         // Both or none.
@@ -170,20 +173,17 @@ impl Tap {
         {
             offloads &= !(offload::USO4 | offload::USO6);
         }
-        let refused = |source| {
-            let (name, features) = (self.name.clone(), terms.features);
-            TapError::Offloads { name, features, source }
-        };
+        let refused = |what, source| TapError::Offloads { name: self.name.clone(), what, source };
         let header = terms.header() as libc::c_int;
         for fd in &self.queues {
             // SAFETY: the ioctl reads one int, which outlives the call.
             check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETVNETHDRSZ as _, &header) })
-                .map_err(refused)?;
+                .map_err(|error| refused(format!("headers of {header} bytes"), error))?;
         }
         let Some(fd) = self.queues.first() else { return Ok(()) };
         // SAFETY: the argument is a number.
         check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETOFFLOAD as _, offloads) })
-            .map_err(refused)
+            .map_err(|error| refused(format!("the offloads {}", names.join(", ")), error))
     }
 
     /// Sets whether the kernel uses a queue: packets in a queue without a reader are lost.
@@ -288,13 +288,13 @@ mod tests {
     use ringfence_run::worker::{Notify, Worker};
 
     use super::*;
-    use crate::net::{Net, NetOptions, Way};
+    use crate::net::{Link, Net, NetOptions};
 
     #[test]
     fn a_device_with_more_pairs_than_its_tap_has_queues_is_refused() {
         let tap = Arc::new(Tap { name: "test".into(), queues: Vec::new(), uso: false });
         let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
-        let refused = Net::new(NetOptions::new("test", Way::Tap(tap)), workers).map(drop);
+        let refused = Net::new(NetOptions::new("test", Link::Tap(tap)), workers).map(drop);
         assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
 

@@ -33,7 +33,7 @@ use super::{
 /// Where packets go that a driver sends.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Way {
+pub enum Link {
     /// Back to the driver, on the same pair of queues.
     Loopback,
     /// To the driver of the other of two devices.
@@ -44,21 +44,21 @@ pub enum Way {
     Probe,
 }
 
-impl Way {
+impl Link {
     /// How many devices there are.
     pub fn ends(&self) -> usize {
         match self {
-            Way::Loopback | Way::Tap(_) | Way::Probe => 1,
-            Way::Peer => 2,
+            Link::Loopback | Link::Tap(_) | Link::Probe => 1,
+            Link::Peer => 2,
         }
     }
 
     /// What a sender may leave to be done: what a receiver can be left to do.
     pub(super) fn offloads(&self) -> u64 {
         match self {
-            Way::Loopback | Way::Peer => feature::HOST_OFFLOADS | feature::GUEST_OFFLOADS,
-            Way::Tap(tap) => tap.offloads(),
-            Way::Probe => 0,
+            Link::Loopback | Link::Peer => feature::HOST_OFFLOADS | feature::GUEST_OFFLOADS,
+            Link::Tap(tap) => tap.offloads(),
+            Link::Probe => 0,
         }
     }
 }
@@ -104,7 +104,7 @@ impl End {
 /// A worker's share of a network device, or of two that are back to back.
 pub struct NetUnit {
     ends: Vec<End>,
-    way: Way,
+    link: Link,
     /// [`NetOptions::grace`](super::NetOptions::grace).
     grace: Duration,
     /// By pair, if they lead to a tap.
@@ -121,7 +121,7 @@ impl NetUnit {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn new(way: Way, pairs: u16, grace: Duration) -> std::io::Result<NetUnit> {
+    pub fn new(link: Link, pairs: u16, grace: Duration) -> std::io::Result<NetUnit> {
         let bell = Arc::new(Doorbell::new()?);
         let end = || End {
             receive: (0..pairs).map(|_| None).collect(),
@@ -129,18 +129,18 @@ impl NetUnit {
             lanes: (0..pairs).map(|_| Lane::new(grace)).collect(),
             ..End::default()
         };
-        let outlets = match &way {
-            Way::Tap(tap) => {
+        let outlets = match &link {
+            Link::Tap(tap) => {
                 (0..usize::from(pairs)).map(|pair| Outlet::new(tap, pair)).collect::<Result<_, _>>()
             }
             _ => Ok(Vec::new()),
         };
-        let probes = match way {
-            Way::Probe => (0..pairs).map(|_| Probe::new()).collect(),
+        let probes = match link {
+            Link::Probe => (0..pairs).map(|_| Probe::new()).collect(),
             _ => Vec::new(),
         };
-        let ends = (0..way.ends()).map(|_| end()).collect();
-        Ok(NetUnit { ends, way, grace, outlets: outlets?, probes, bell, polled_ns: 0 })
+        let ends = (0..link.ends()).map(|_| end()).collect();
+        Ok(NetUnit { ends, link, grace, outlets: outlets?, probes, bell, polled_ns: 0 })
     }
 
     /// Starts a ring; the first one of a driver determines how its memory is reached, and returns
@@ -173,7 +173,7 @@ impl NetUnit {
             }),
         };
         (end.terms, end.timeout_ns) = (terms, timeout_ns);
-        if let Way::Tap(tap) = &self.way {
+        if let Link::Tap(tap) = &self.link {
             tap.settle(terms)?;
         }
         let RingStart { config, events, enabled, log, at_used, .. } = started;
@@ -318,10 +318,10 @@ impl Rings for NetUnit {
 impl Unit for NetUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         self.polled_ns = now_ns;
-        match (&self.way, &mut self.ends[..]) {
-            (Way::Peer, [a, b]) => between(a, Some(b), now_ns) | between(b, Some(a), now_ns),
-            (Way::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
-            (Way::Probe, [end]) => nowhere(end, &mut self.probes, now_ns),
+        match (&self.link, &mut self.ends[..]) {
+            (Link::Peer, [a, b]) => between(a, Some(b), now_ns) | between(b, Some(a), now_ns),
+            (Link::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
+            (Link::Probe, [end]) => nowhere(end, &mut self.probes, now_ns),
             (_, ends) => ends.iter_mut().fold(false, |busy, end| between(end, None, now_ns) | busy),
         }
     }

@@ -18,7 +18,7 @@ use ringfence_virtq::{
 };
 
 use super::{
-    connector::{Connected, Heard, REPLIES_WITHIN},
+    connector::{Connected, REPLIES_WITHIN, Watched},
     slots::Slots,
 };
 
@@ -93,13 +93,13 @@ pub(super) struct BackEnd {
 
 impl BackEnd {
     /// Begins with a back end on a connected socket: at most `queues` rings, each with `pool_size`
-    /// bytes of slots. `name` stands in the log. Returns by what it is heard, too.
+    /// bytes of slots. `name` stands in the log. Returns what to watch, too.
     pub(super) fn new(
         name: &str,
         (stream, channel, theirs): Connected,
         queues: u16,
         pool_size: u64,
-    ) -> Result<(BackEnd, Heard)> {
+    ) -> Result<(BackEnd, Watched)> {
         let hang_up = PeerFd::new(stream.as_fd().try_clone_to_owned()?, stream.closer());
         let mut link = Frontend::new(stream, REPLIES_WITHIN);
         link.set_owner()?;
@@ -133,7 +133,7 @@ impl BackEnd {
         if speaks {
             link.set_backend_channel(theirs.as_fd())?;
         }
-        let heard = Heard { hang_up, channel: speaks.then_some(channel) };
+        let watched = Watched { hang_up, channel: speaks.then_some(channel) };
         let pool_size = pool_size.max(1).next_multiple_of(PAGE_SIZE as u64);
         let bytes = usize::from(rings.max(1)) * (RING_BYTES + pool_size as usize);
         let ram = GuestRam::new(bytes, FIRST)?;
@@ -149,7 +149,7 @@ impl BackEnd {
             features,
             is_set_up,
         };
-        Ok((back, heard))
+        Ok((back, watched))
     }
 
     /// All memory that it can have.

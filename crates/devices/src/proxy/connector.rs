@@ -1,5 +1,5 @@
-//! The thread that connects to a back end, and hears of it what is not a reply: that it hangs up,
-//! or that its configuration has changed.
+//! The thread that connects to a back end, and watches it for what is not a reply: that it hangs
+//! up, or that its configuration has changed.
 
 use std::{
     io,
@@ -50,8 +50,8 @@ pub(super) type Connected = (PeerFd, FrontendChannel, OwnedFd);
 enum Order {
     /// Connect, and reply here.
     Connect(Sender<io::Result<Connected>>),
-    /// From now on hear of this back end.
-    Hear(Heard),
+    /// From now on watch this back end.
+    Watch(Watched),
     /// End this connection when the back end is gone.
     Ends(Shutdown),
     /// Pass its messages on to this front end.
@@ -60,8 +60,8 @@ enum Order {
     Forget,
 }
 
-/// A back end, as far as it is heard.
-pub(super) struct Heard {
+/// What is watched of a back end.
+pub(super) struct Watched {
     /// Hung up when it is gone.
     pub(super) hang_up: PeerFd,
     /// Its messages, if it sends any.
@@ -69,10 +69,10 @@ pub(super) struct Heard {
 }
 
 /// The thread's state.
-struct Ear {
+struct Watcher {
     path: PathBuf,
     name: Arc<str>,
-    heard: Option<Heard>,
+    watched: Option<Watched>,
     ends: Option<Shutdown>,
     front: Option<Arc<BackendChannel>>,
 }
@@ -86,11 +86,11 @@ impl Connector {
         let (orders, received) = mpsc::channel();
         let bell = Arc::new(event::new()?);
         let rung = Arc::clone(&bell);
-        let ear = Ear { path, name, heard: None, ends: None, front: None };
+        let watcher = Watcher { path, name, watched: None, ends: None, front: None };
         thread::Builder::new().name("back end".into()).spawn(move || {
             #[cfg(feature = "sandbox")]
             ringfence_sandbox::confine(ringfence_sandbox::Role::Connector);
-            ear.run(&received, rung.as_fd());
+            watcher.run(&received, rung.as_fd());
         })?;
         Ok(Connector { orders, bell, pool: Mutex::default() })
     }
@@ -126,8 +126,8 @@ impl Connector {
             .map_err(HandlerError::from)
     }
 
-    pub(super) fn hear(&self, heard: Heard) {
-        self.order(Order::Hear(heard));
+    pub(super) fn watch(&self, watched: Watched) {
+        self.order(Order::Watch(watched));
     }
 
     pub(super) fn ends(&self, connection: &Shutdown) {
@@ -151,12 +151,12 @@ impl Drop for Connector {
     }
 }
 
-impl Ear {
+impl Watcher {
     fn run(mut self, orders: &Receiver<Order>, bell: BorrowedFd<'_>) {
         loop {
             let hung = PollFlags::RDHUP;
             let mut fds = vec![PollFd::from_borrowed_fd(bell, PollFlags::IN)];
-            if let Some(Heard { hang_up, channel }) = &self.heard {
+            if let Some(Watched { hang_up, channel }) = &self.watched {
                 fds.push(PollFd::new(hang_up, hung));
                 fds.extend(channel.as_ref().map(|channel| PollFd::new(channel, PollFlags::IN)));
             }
@@ -177,18 +177,18 @@ impl Ear {
                 obeyed = true;
             }
             if obeyed {
-                // What was heard may be of a connection that was to be forgotten, which is ordered
+                // What was seen may be of a connection that was to be forgotten, which is ordered
                 // before its end: its front end may have been left to another process, which serves
                 // it now.
                 continue;
             }
             if gone {
-                self.heard = None;
+                self.watched = None;
                 tracing::warn!(source = %self.name, "the back end has hung up");
                 self.end();
             } else if speaks && !self.pass_on() {
                 // It may go on without its channel.
-                self.heard.iter_mut().for_each(|heard| heard.channel = None);
+                self.watched.iter_mut().for_each(|watched| watched.channel = None);
             }
         }
     }
@@ -197,15 +197,15 @@ impl Ear {
         match order {
             // The caller may have given up.
             Order::Connect(reply) => _ = reply.send(self.connect()),
-            Order::Hear(heard) => self.heard = Some(heard),
+            Order::Watch(watched) => self.watched = Some(watched),
             Order::Ends(connection) => {
                 self.ends = Some(connection);
-                if self.heard.is_none() {
+                if self.watched.is_none() {
                     self.end();
                 }
             }
             Order::PassOn(front) => self.front = Some(front),
-            Order::Forget => (self.heard, self.ends, self.front) = (None, None, None),
+            Order::Forget => (self.watched, self.ends, self.front) = (None, None, None),
         }
     }
 
@@ -232,7 +232,7 @@ impl Ear {
 
     /// Takes the messages of the back end's that have arrived; false if no more will come.
     fn pass_on(&mut self) -> bool {
-        let Some(Heard { channel: Some(channel), .. }) = &mut self.heard else { return false };
+        let Some(Watched { channel: Some(channel), .. }) = &mut self.watched else { return false };
         let mut requests = Vec::new();
         let more = channel.recv_all(None, &mut requests).unwrap_or_else(|why| {
             tracing::warn!(source = %self.name, "a message of the back end's: {why}");
@@ -263,17 +263,17 @@ mod tests {
         let (mut theirs, ours) = UnixStream::pair().unwrap();
         let channel = Some(FrontendChannel::new(ours, REPLIES_WITHIN));
         let (_link, hang_up) = UnixStream::pair().unwrap();
-        let heard = Some(Heard { hang_up: hang_up.into(), channel });
+        let watched = Some(Watched { hang_up: hang_up.into(), channel });
         let (path, name) = (PathBuf::new(), "proxy".into());
-        let mut ear = Ear { path, name, heard, ends: None, front: None };
+        let mut watcher = Watcher { path, name, watched, ends: None, front: None };
         let Header { request, flags, size } =
             Header::request(code::BACKEND_CONFIG_CHANGE_MSG, true, 0);
         let message = [request, flags, size].map(u32::to_ne_bytes).concat();
         theirs.write_all(&message.repeat(2)).unwrap();
-        assert!(ear.pass_on());
+        assert!(watcher.pass_on());
         // Also that before one that is invalid.
         theirs.write_all(&[message, vec![0xff; Header::LEN]].concat()).unwrap();
-        assert!(!ear.pass_on(), "no more is taken");
+        assert!(!watcher.pass_on(), "no more is taken");
         theirs.set_nonblocking(true).unwrap();
         let mut replies = [0; 3 * (Header::LEN + 8)];
         theirs.read_exact(&mut replies).expect("three replies");

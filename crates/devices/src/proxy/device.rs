@@ -42,8 +42,8 @@ impl Proxy {
     ) -> Result<Backend<Proxy>, HandlerError> {
         let connected = connector.connect()?;
         let ProxyOptions { queues, pool_size, .. } = options;
-        let (back, heard) = BackEnd::new(&options.name, connected, queues, pool_size)?;
-        connector.hear(heard);
+        let (back, watched) = BackEnd::new(&options.name, connected, queues, pool_size)?;
+        connector.watch(watched);
         connector.counts(back.ram());
         let addresses = options.iotlb.map_or(Addresses::Physical, Addresses::Iotlb);
         let (name, figures) = (Arc::clone(&options.name), Arc::clone(&options.figures));

@@ -6,7 +6,7 @@
 //! together: a packet may take several chains. At the end of a ring those that wait for a
 //! translation hold up no others.
 
-use std::{collections::VecDeque, convert::Infallible, io};
+use std::{collections::VecDeque, convert::Infallible, io, sync::Arc};
 
 use ringfence_mem::{Access, AccessError, Translate};
 use ringfence_run::{notifier::Notifier, worker::Kick};
@@ -97,7 +97,7 @@ pub struct ProxyQueue {
     /// The back end no longer uses the ring.
     stopped: bool,
     /// What broke the ring.
-    broken: Option<io::Error>,
+    broken: Option<Arc<io::Error>>,
     bytes: u64,
     burst: Vec<driver::Used>,
     shadowed: Vec<Desc>,
@@ -288,12 +288,12 @@ impl ProxyQueue {
 
     /// The driver names memory that it does not have. No generic completion says so.
     fn unreachable(&mut self, error: AccessError) -> Next {
-        self.end_ring(io::Error::other(format!("a buffer of the driver's: {error}")))
+        self.end_ring(io::Error::other(Broken::Buffer(error)))
     }
 
     /// The ring is given up in this round, and publishes nothing more.
     fn end_ring(&mut self, why: io::Error) -> Next {
-        self.broken.get_or_insert(why);
+        self.broken.get_or_insert_with(|| Arc::new(why));
         Next::Busy
     }
 
@@ -314,7 +314,9 @@ impl ProxyQueue {
                         }
                     }
                 }
-                Err(error) => self.broken = Some(broken(&error)),
+                Err(error) => {
+                    self.broken = Some(Arc::new(io::Error::other(Broken::Ring(error))));
+                }
             }
         }
         self.stopped = self.ends;
@@ -322,8 +324,12 @@ impl ProxyQueue {
     }
 }
 
-fn broken(error: &RingError) -> io::Error {
-    io::Error::other(format!("the back end broke the rules of its ring: {error}"))
+#[derive(Debug, thiserror::Error)]
+enum Broken {
+    #[error("a buffer of the driver's: {0}")]
+    Buffer(#[source] AccessError),
+    #[error("the back end broke the rules of its ring: {0}")]
+    Ring(#[source] RingError),
 }
 
 impl Serve for ProxyQueue {
@@ -396,7 +402,8 @@ impl Serve for ProxyQueue {
             self.waits.take_if(|waits| waits == at);
         }
         if !self.stopped {
-            self.broken.get_or_insert_with(|| io::Error::other("a buffer was not mapped in time"));
+            let late = || Arc::new(io::Error::other("a buffer was not mapped in time"));
+            self.broken.get_or_insert_with(late);
         }
         (false, 0)
     }
@@ -425,7 +432,7 @@ impl Serve for ProxyQueue {
 
     fn kick(&mut self) -> io::Result<()> {
         if let Some(why) = &self.broken {
-            return Err(io::Error::new(why.kind(), why.to_string()));
+            return Err(io::Error::new(why.kind(), Arc::clone(why)));
         }
         if std::mem::take(&mut self.added) {
             self.shadow.publish();

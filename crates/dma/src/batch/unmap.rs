@@ -278,7 +278,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                         let watcher = watcher.take();
                         // If what follows panics, its range may be free already: it is not settled again,
                         // and its buffer is not handed back.
-                        *state = State::Known(Err(Error::NoMemory));
+                        let unknown = Error::NoMemory { operation: "unmap", range };
+                        *state = State::Known(Err(unknown));
                         let unmapped = match span {
                             Some(_) => shared.settle(range, watcher, result, counters),
                             None => Ok(watcher),

@@ -122,7 +122,7 @@ unsafe impl Domain for Behind {
                 0 => self.0.invalidate(0..2),
                 more => {
                     self.0.failures.store(more - 1, Ordering::Relaxed);
-                    return Err(Error::NoMemory);
+                    return Err(Error::NoMemory { operation: "unmap", range: Range::ALL });
                 }
             },
         }

@@ -426,7 +426,8 @@ fn a_map_sync_that_fails_undoes_the_whole_batch_and_reports_the_devices_status()
             let mut back = Vec::new();
             batch.poll(|tag, mapping| {
                 let error = mapping.unwrap_err();
-                let device = DomainError::Device { range: Range::ALL, status: STATUS };
+                let (operation, range) = ("map", Range::ALL);
+                let device = DomainError::Device { operation, range, status: STATUS };
                 assert_eq!(error.error(), Error::Domain(device));
                 back.push((tag, error.into_buffer().unwrap()));
             });

@@ -209,7 +209,7 @@ fn an_errors_kind_is_what_it_means_for_the_caller() {
     assert_eq!(error.kind(), ErrorKind::AddressSpace);
     for (error, wanted) in [
         (DomainError::Gone("unplugged"), ErrorKind::Gone),
-        (DomainError::NoMemory, ErrorKind::NoMemory),
+        (DomainError::NoMemory { operation: "map", range: MSI }, ErrorKind::NoMemory),
         (DomainError::Full { what: "mappings", used: 2, limit: 2 }, ErrorKind::DomainFull),
         (DomainError::NoPermission(MSI), ErrorKind::Invalid),
     ] {

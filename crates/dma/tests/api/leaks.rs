@@ -160,7 +160,7 @@ const MAPPING: [Policy; 6] = [
     Policy::LazyMqMap,
 ];
 
-const STATUS: Error = Error::Device { range: Range::ALL, status: 9 };
+const STATUS: Error = Error::Device { operation: "map", range: Range::ALL, status: 9 };
 
 #[test]
 fn a_map_of_any_kind_that_fails_anywhere_leaves_what_there_was() {

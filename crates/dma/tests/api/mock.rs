@@ -162,7 +162,7 @@ impl MockDomain {
         if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0
             || broken(&self.broken.lock().unwrap())
         {
-            return Err(Error::Device { range: Range::ALL, status: STATUS });
+            return Err(Error::Device { operation: "map", range: Range::ALL, status: STATUS });
         }
         Ok(())
     }

@@ -404,7 +404,7 @@ impl Table {
         }
         let Some(stock) = need.allocate(&mapping) else {
             self.ledger.discharge(need.bytes());
-            return Err(Error::NoMemory);
+            return Err(Error::NoMemory { operation: "map", range: mapping.range });
         };
         let mut commit = Commit { writer, mapping, stock, pages: Chain::default() };
         commit.put(root, span);

@@ -1,4 +1,6 @@
-//! For tests of domains and of what uses them: checks that any domain must pass, and faults.
+#![doc = include_str!("../README.md")]
+//!
+//! # What is inside
 //!
 //! * [`suite`]: the contract of a [`Domain`](ringfence_iommu::Domain), as checks from a device's
 //!   point of view.

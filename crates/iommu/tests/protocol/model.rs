@@ -32,19 +32,19 @@ impl Model for Scene {
     }
 
     fn actions(&self, state: &State, acts: &mut Vec<Act>) {
-        for who in 0..state.readers.len() {
-            reader::acts(self, state, who, |act| acts.push(Act::Reader(who, act)));
+        for index in 0..state.readers.len() {
+            reader::acts(self, state, index, |act| acts.push(Act::Reader(index, act)));
         }
-        for who in 0..state.writers.len() {
-            writer::acts(self, state, who, |act| acts.push(Act::Writer(who, act)));
+        for index in 0..state.writers.len() {
+            writer::acts(self, state, index, |act| acts.push(Act::Writer(index, act)));
         }
     }
 
     fn next_state(&self, state: &State, act: Act) -> Option<State> {
         let mut next = state.clone();
         match act {
-            Act::Reader(who, act) => reader::act(self, &mut next, who, act),
-            Act::Writer(who, act) => writer::act(self, &mut next, who, act),
+            Act::Reader(index, act) => reader::act(self, &mut next, index, act),
+            Act::Writer(index, act) => writer::act(self, &mut next, index, act),
         }
         Some(next)
     }
@@ -101,7 +101,7 @@ pub(crate) fn graph(scene: &Scene) -> Graph {
             let certain = match act {
                 Act::Reader(_, act) => act.is_certain(),
                 // A new unmap comes from outside.
-                Act::Writer(who, _) => states[at].writers[who].step != Writing::Idle,
+                Act::Writer(index, _) => states[at].writers[index].step != Writing::Idle,
             };
             if certain {
                 before[number].push(at);

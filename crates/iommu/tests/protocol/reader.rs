@@ -44,8 +44,8 @@ pub(crate) enum Act {
 }
 
 impl Act {
-    /// Whether the thread does it sooner or later by itself: it depends on no new request and on no one
-    /// who wakes the thread.
+    /// Whether the thread does it sooner or later by itself: it depends on no new request and on no
+    /// other thread that wakes it.
     pub(crate) fn is_certain(self) -> bool {
         !matches!(
             self,
@@ -62,10 +62,10 @@ impl Act {
 }
 
 /// Every step of the reader that is possible, and the state after it.
-pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMut(Act)) {
-    let reader = &state.readers[who];
+pub(crate) fn acts(scene: &Scene, state: &State, index: usize, mut each: impl FnMut(Act)) {
+    let reader = &state.readers[index];
     let at_work = reader.step == Step::Working && reader.walk.is_none();
-    let looks = who + scene.idle < state.readers.len();
+    let looks = index + scene.idle < state.readers.len();
     let astray = matches!(reader.step, Step::Entering { .. })
         && (scene.lacks(Rule::EnterBeforeLookUp) || scene.lacks(Rule::EmptyBeforeEnter));
     let dozing = reader.step == Step::Asleep && scene.lacks(Rule::EmptyWhileAsleep);
@@ -87,7 +87,7 @@ pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMu
         each(Act::Found);
     }
     match reader.lease {
-        None if who < scene.io && at_work && reader.held.is_some() => each(Act::Submit),
+        None if index < scene.io && at_work && reader.held.is_some() => each(Act::Submit),
         None => {}
         Some(lease) => {
             let open =
@@ -108,11 +108,11 @@ pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMu
     }
     match reader.step {
         Step::Working if at_work => {
-            let changed = who == 0 && state.changes != reader.changes;
+            let changed = index == 0 && state.changes != reader.changes;
             if changed || state.epoch != reader.last || reader.held.is_some() {
                 each(Act::Quiet);
             }
-            if who < scene.sleep {
+            if index < scene.sleep {
                 each(Act::Sleep);
             }
         }
@@ -129,15 +129,15 @@ pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMu
 }
 
 /// The state after a step.
-pub(crate) fn act(scene: &Scene, state: &mut State, who: usize, act: Act) {
-    let (bound, changes) = match who {
+pub(crate) fn act(scene: &Scene, state: &mut State, index: usize, act: Act) {
+    let (bound, changes) = match index {
         0 => (state.bound, state.changes),
-        _ => (state.readers[who].bound, 0),
+        _ => (state.readers[index].bound, 0),
     };
     let count = state.readers.len();
     let State { table, readers, log, claimed, written, epoch: now, .. } = state;
     let (claimed, written, now) = (*claimed, *written, *now);
-    let reader = &mut readers[who];
+    let reader = &mut readers[index];
     match act {
         Act::Find(page) => {
             reader.cache[page as usize] = true;
@@ -165,7 +165,7 @@ pub(crate) fn act(scene: &Scene, state: &mut State, who: usize, act: Act) {
         Act::Park => reader.lease.as_mut().expect("a lease").parked = true,
         Act::Reap => reader.lease = None,
         // A reader that looks nothing up: only its slot is seen by others.
-        Act::Quiet if who + scene.idle >= count => (reader.seen, reader.last) = (now, now),
+        Act::Quiet if index + scene.idle >= count => (reader.seen, reader.last) = (now, now),
         Act::Quiet => {
             if !scene.lacks(Rule::NothingHeldAtQuiet) {
                 reader.held = None;

@@ -77,8 +77,8 @@ fn waits_at(state: &State, grace: u8) -> Option<usize> {
 }
 
 /// Every step of the writer that is possible.
-pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMut(Act)) {
-    let (writer, job) = (&state.writers[who], scene.jobs[who]);
+pub(crate) fn acts(scene: &Scene, state: &State, index: usize, mut each: impl FnMut(Act)) {
+    let (writer, job) = (&state.writers[index], scene.jobs[index]);
     let unmap = matches!(job, Job::Unmap(_));
     let early = scene.lacks(Rule::LogBeforeGrace) && writer.grace == 0;
     let claim_late = scene.lacks(Rule::ClaimBeforeWrite);
@@ -107,10 +107,10 @@ pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMu
             if deferred && state.pages.contains(&Page::Deferred) {
                 each(Act::TakeDeferred);
             }
-            for (index, reader) in state.readers.iter().enumerate() {
-                let done = writer.passed & 1 << index != 0;
+            for (at, reader) in state.readers.iter().enumerate() {
+                let done = writer.passed & 1 << at != 0;
                 if !done && passes(scene, reader, job.scope(), writer.grace) {
-                    each(Act::Scan(index));
+                    each(Act::Scan(at));
                 }
             }
             let at = waits_at(state, writer.grace);
@@ -130,8 +130,8 @@ pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMu
         }
         Writing::Done => {}
     }
-    // Each domain's pages are freed by its own syncs; who does it does not matter.
-    for (domain, page) in state.pages.iter().enumerate().filter(|_| who == 0) {
+    // Each domain's pages are freed by its own syncs; it does not matter which writer does it.
+    for (domain, page) in state.pages.iter().enumerate().filter(|_| index == 0) {
         if let &Page::Limbo(grace) = page {
             let some = scene.lacks(Rule::PagesWaitForAll);
             let scope = if some { domain as u8 + 1 } else { ALL };
@@ -144,15 +144,15 @@ pub(crate) fn acts(scene: &Scene, state: &State, who: usize, mut each: impl FnMu
 }
 
 /// The state after a step.
-pub(crate) fn act(scene: &Scene, state: &mut State, who: usize, act: Act) {
-    let job = scene.jobs[who];
+pub(crate) fn act(scene: &Scene, state: &mut State, index: usize, act: Act) {
+    let job = scene.jobs[index];
     match act {
-        Act::Remove => remove(scene, state, who, job),
+        Act::Remove => remove(scene, state, index, job),
         Act::TakeDeferred => {
-            let writer = &mut state.writers[who];
+            let writer = &mut state.writers[index];
             let taken = match writer.step.is_started() {
                 true => Page::Limbo(writer.grace),
-                false => Page::Taken(who as u8),
+                false => Page::Taken(index as u8),
             };
             if let Job::Unmap((domain, _)) = job
                 && state.pages[domain as usize] == Page::Deferred
@@ -174,26 +174,26 @@ pub(crate) fn act(scene: &Scene, state: &mut State, who: usize, act: Act) {
             }
             let (scope, gone) = (job.scope(), job.range());
             state.pending.push(Entry { first: 0, last: 0, scope, gone });
-            state.writers[who].step = Writing::Locked;
+            state.writers[index].step = Writing::Locked;
         }
-        Act::Claim | Act::Write | Act::Publish => push(scene, state, who, act),
+        Act::Claim | Act::Write | Act::Publish => push(scene, state, index, act),
         Act::Start => {
             state.epoch += 1;
             let grace = state.epoch;
-            let writer = &mut state.writers[who];
+            let writer = &mut state.writers[index];
             writer.grace = grace;
             if writer.step == Writing::Logged {
-                unlock(scene, state, who);
+                unlock(scene, state, index);
             }
         }
-        Act::Scan(reader) => state.writers[who].passed |= 1 << reader,
-        Act::LookEarly => state.writers[who].looked = true,
+        Act::Scan(reader) => state.writers[index].passed |= 1 << reader,
+        Act::LookEarly => state.writers[index].looked = true,
         Act::Complete => {
-            if let Some(at) = waits_at(state, state.writers[who].grace) {
+            if let Some(at) = waits_at(state, state.writers[index].grace) {
                 state.pending.remove(at);
             }
             // Nothing of it matters any more: fewer states.
-            let writer = &mut state.writers[who];
+            let writer = &mut state.writers[index];
             (writer.step, writer.passed, writer.grace, writer.position) = (Writing::Done, 0, 0, 0);
             match job {
                 Job::Unmap((domain, page)) => state.gone[domain as usize][page as usize] = true,
@@ -204,8 +204,8 @@ pub(crate) fn act(scene: &Scene, state: &mut State, who: usize, act: Act) {
     }
 }
 
-fn remove(scene: &Scene, state: &mut State, who: usize, job: Job) {
-    let writer = &mut state.writers[who];
+fn remove(scene: &Scene, state: &mut State, index: usize, job: Job) {
+    let writer = &mut state.writers[index];
     let counts_late = scene.lacks(Rule::CountBeforeGrace) && writer.step == Writing::Idle;
     match job {
         Job::Unmap((domain, page)) => {
@@ -243,12 +243,12 @@ fn merge(scene: &Scene, pending: &mut Vec<Entry>) {
 }
 
 /// A step of `Log::push`; all of them at once where the scene has no words.
-fn push(scene: &Scene, state: &mut State, who: usize, act: Act) {
+fn push(scene: &Scene, state: &mut State, index: usize, act: Act) {
     let steps: &[Act] = if scene.words { &[act] } else { &[Act::Claim, Act::Write, Act::Publish] };
     let late = scene.lacks(Rule::ClaimBeforeWrite);
     let first = if late { Act::Write } else { Act::Claim };
     for &step in steps {
-        let writer = &mut state.writers[who];
+        let writer = &mut state.writers[index];
         if step == first {
             writer.position = state.written;
         }
@@ -260,7 +260,7 @@ fn push(scene: &Scene, state: &mut State, who: usize, act: Act) {
             }
             Act::Write => {
                 let at = position as usize % state.log.len();
-                state.log[at] = scene.jobs[who].range();
+                state.log[at] = scene.jobs[index].range();
                 Writing::Wrote
             }
             _ => {
@@ -270,20 +270,20 @@ fn push(scene: &Scene, state: &mut State, who: usize, act: Act) {
         };
     }
     let early = scene.lacks(Rule::LogBeforeGrace);
-    if early && state.writers[who].step == Writing::Logged {
-        unlock(scene, state, who);
+    if early && state.writers[index].step == Writing::Logged {
+        unlock(scene, state, index);
     }
 }
 
-fn unlock(scene: &Scene, state: &mut State, who: usize) {
-    let writer = &mut state.writers[who];
+fn unlock(scene: &Scene, state: &mut State, index: usize) {
+    let writer = &mut state.writers[index];
     let grace = writer.grace;
     writer.step = Writing::Waiting;
     if let Some(entry) = state.pending.iter_mut().find(|entry| entry.last == 0) {
         (entry.first, entry.last) = (grace, grace);
     }
     for page in &mut state.pages {
-        if *page == Page::Taken(who as u8) {
+        if *page == Page::Taken(index as u8) {
             *page = Page::Limbo(grace);
         }
     }

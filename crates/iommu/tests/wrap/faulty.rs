@@ -22,10 +22,11 @@ fn the_nth_call_of_its_kind_fails_and_no_other() {
 #[test]
 fn a_failure_before_changes_nothing_and_one_after_has_changed_it() {
     let domain = Faulty::new(Fake::default(), 0);
-    domain.inject_error(Kind::Map, When::Nth(1), Stage::Before, Error::NoMemory);
+    let no_memory = Error::NoMemory { operation: "map", range: page(1) };
+    domain.inject_error(Kind::Map, When::Nth(1), Stage::Before, no_memory);
     domain.inject(Kind::Map, When::Nth(2), Stage::After);
     let map = |n| domain.map(map(page(n), 0));
-    assert_eq!(map(1), Err(Error::NoMemory));
+    assert_eq!(map(1), Err(no_memory));
     assert_eq!(domain.iova_to_phys(page(1).first()), None);
     assert_eq!(map(2), Err(INJECTED));
     assert!(domain.iova_to_phys(page(2).first()).is_some());

@@ -11,7 +11,7 @@
 //! | [`space`] | how ranges lie: span, table pages, fragmentation |
 //! | `timing` | what an allocator takes for it |
 //! | `requests` | what a policy sends for it |
-//! | [`options`] | what is asked for |
+//! | [`options`] | the command line |
 //! | [`run`] | all of it, in rounds |
 //! | [`report`] | the data model (`ringfence.replay/1`) and its JSON; [`table`], for people |
 //!

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 
 use super::{
     lines::Stoppable,
@@ -82,7 +82,7 @@ fn read(trace: &Path, stop: &Arc<AtomicBool>, report: &mut dyn FnMut(u64)) -> Re
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(trace)
-            .map_err(|error| Usage(format!("cannot read {name}: {error}")))?
+            .with_context(|| Usage(format!("cannot read {name}")))?
     };
     Recording::read(Stoppable::new(file, stop), stop, report).map_err(|error| match error {
         ReadError::NotARecording(why) => Usage(format!("{name} is not a recording: {why}")).into(),

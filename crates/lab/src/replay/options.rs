@@ -34,7 +34,7 @@ RECORDING:
     Linux     cd /sys/kernel/tracing; echo 1 > events/iommu/enable; (work); cat trace > /tmp/t.txt
 
 EXIT STATUS:
-    0   done; damaged lines and recordings that were cut are told, and are no failure
+    0   done; damaged lines and recordings that were cut are reported; they are no failure
     1   an allocator or a domain failed, or Ctrl-C
     2   wrong usage, a file that is no recording included: nothing was replayed")]
 pub struct Options {

@@ -23,13 +23,13 @@ pub struct Report {
     pub version: String,
     /// The machine.
     pub host: Machine,
-    /// Rounds asked for.
+    /// Rounds requested.
     pub rounds: u32,
     /// Whether the run was stopped before all of it was done.
     pub interrupted: bool,
     /// What a reader must know, of all recordings.
     pub warnings: Vec<String>,
-    /// One a recording, in the order asked for.
+    /// One a recording, in the order requested.
     pub traces: Vec<TraceReport>,
 }
 

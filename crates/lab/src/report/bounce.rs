@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_pools_or_leaves_them_alone_is_not_told_of() {
+    fn what_has_no_pools_or_leaves_them_alone_is_not_shown() {
         let idle = BounceSample { maps: 10, ..BounceSample::default() };
         let rows = [row("strict", vec![None]), row("strict+map", vec![Some(idle)])];
         let job = JobReport::new(&Job::default(), 1, &rows);
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_is_told_and_nothing_mapped_is_no_division_by_zero() {
+    fn what_is_taken_is_shown_and_nothing_mapped_is_no_division_by_zero() {
         let taken =
             BounceSample { pool_bytes: 1 << 20, taken_bytes: 65536, ..BounceSample::default() };
         let job = JobReport::new(&Job::default(), 1, &[row("zero-copy", vec![Some(taken)])]);

@@ -39,7 +39,7 @@ pub struct Exposure {
     pub byte_ms: Option<f64>,
     /// The same for each GiB mapped: what compares rows of different speed.
     pub byte_ms_per_gib: Option<f64>,
-    /// Ranges that stayed reachable longer than the bound asked for.
+    /// Ranges that stayed reachable longer than the requested bound.
     pub late_releases: u64,
 }
 
@@ -52,7 +52,7 @@ pub struct ExposureSample {
     pub byte_ns: u128,
     /// Bytes mapped, all of which were unmapped.
     pub mapped_bytes: u64,
-    /// Ranges that stayed reachable longer than the bound asked for.
+    /// Ranges that stayed reachable longer than the requested bound.
     pub late_releases: u64,
 }
 

@@ -1,8 +1,9 @@
-//! What a comparison found, and its faces: [`summary`], [`table`], [`picture`], [`html`].
+//! What a comparison found, and how it is shown: as JSON, and by [`summary`], [`table`],
+//! [`picture`] and [`html`].
 //!
 //! [`Comparison`] is the contract `ringfence.compare/1`: fields are added, never renamed or removed.
 //! It is made from what the rounds measured ([`Sample`], one a job, policy and round) by
-//! [`JobReport::new`], which alone knows how figures are derived: an engine only counts.
+//! [`JobReport::new`], the only place where figures are derived: an engine only counts.
 
 use serde::{Deserialize, Serialize};
 
@@ -58,7 +59,7 @@ pub struct Comparison {
     pub disk: String,
     /// Notify mode: `adaptive`, `poll` or `sleep`.
     pub notify: String,
-    /// The allocators of I/O virtual addresses asked for, in order.
+    /// The allocators of I/O virtual addresses, as requested, in order.
     #[serde(default)]
     pub allocators: Vec<String>,
     /// Where the default allocator put ranges.
@@ -70,13 +71,13 @@ pub struct Comparison {
     /// Ranges of I/O virtual addresses that were taken before the run, and kept.
     #[serde(default)]
     pub live_ranges: u32,
-    /// How policies were carried out, as far as it was asked for.
+    /// How policies were carried out, as far as it was requested.
     #[serde(default)]
     pub tuning: Tuning,
     /// Busy threads that ran beside every row.
     #[serde(default)]
     pub load_threads: u32,
-    /// Rounds asked for (an interrupted run has fewer: see each job's `rounds`).
+    /// Rounds requested (an interrupted run has fewer: see each job's `rounds`).
     pub rounds: u32,
     /// Seconds a job ran in each round.
     pub runtime_s: f64,
@@ -136,7 +137,7 @@ pub struct JobReport {
     pub size: u64,
     /// I/Os in flight, of each clone.
     pub iodepth: u32,
-    /// Clones.
+    /// fio's numjobs: how many clones ran.
     pub numjobs: u32,
     /// Jobs of one stage ran at the same time.
     pub stage: u32,
@@ -144,20 +145,20 @@ pub struct JobReport {
     pub rounds: u32,
     /// What decides this job.
     pub metric: Metric,
-    /// One a policy, in the order asked for.
+    /// One a policy, in the order requested.
     pub results: Vec<PolicyResult>,
 }
 
 /// One job under one policy. `null` in JSON: does not apply, or was not measured.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PolicyResult {
-    /// The policy asked for; `host` is the job without virtqueues.
+    /// The requested policy; `host` is the job without virtqueues.
     pub policy: String,
     /// The allocator of I/O virtual addresses, if any were needed.
     pub allocator: Option<String>,
     /// The policy that was in force (a domain may refuse lazy flushing).
     pub effective_policy: String,
-    /// Why it was not the one asked for.
+    /// Why it was not the requested one.
     pub fallback: Option<String>,
     /// I/Os a second.
     pub iops: Estimate,
@@ -194,7 +195,7 @@ pub struct PolicyResult {
     pub kicks_per_io: Option<f64>,
     /// How long a sync waited.
     pub sync_wait_ns: Option<WaitSummary>,
-    /// The same by what it waited for.
+    /// By cause: how often syncs waited, and how long.
     pub sync_waits: Option<SyncWaits>,
     /// How much unmapped memory stayed reachable, as the DMA API counts it.
     pub exposure: Option<Exposure>,
@@ -329,20 +330,20 @@ pub struct IommuSample {
     pub syncs: u64,
     /// How long they waited.
     pub sync_wait: Latencies,
-    /// The same by what they waited for.
+    /// Both by cause.
     pub waits: WaitsSample,
 }
 
 /// All rounds of one job under one policy.
 #[derive(Clone, Debug, Default)]
 pub struct PolicyRounds {
-    /// The policy asked for.
+    /// The requested policy.
     pub policy: String,
     /// The allocator of I/O virtual addresses, if any were needed.
     pub allocator: Option<String>,
-    /// The policy in force; "" where it is the one asked for.
+    /// The policy in force; "" where it is the requested one.
     pub effective_policy: String,
-    /// Why it is not the one asked for.
+    /// Why it is not the requested one.
     pub fallback: Option<String>,
     /// What `auto` chose, and why, in words.
     pub explain: Option<String>,
@@ -547,7 +548,7 @@ impl PolicyResult {
         }
     }
 
-    /// The policy that was in force instead of the one asked for.
+    /// The policy that was in force instead of the requested one.
     pub fn replaced_by(&self) -> Option<&str> {
         let other = self.effective_policy != self.policy && !self.effective_policy.is_empty();
         other.then_some(&self.effective_policy)

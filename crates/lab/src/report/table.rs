@@ -57,7 +57,7 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
   per I/O    virtio-iommu requests; syncs, which wait for the device; kicks, which wake it
   lies open  longest that unmapped memory was reachable, ms; MiB x ms of it a GiB mapped; open: without bound
   stale      longest time an access still succeeded after unmap had returned, ms, as a probe found it (0: none did)
-  waits      syncs an I/O (part of the job threads' time); flush: of a full queue or asked for; timer: none waits;
+  waits      syncs an I/O (part of the job threads' time); flush: of a full queue or requested; timer: none waits;
              µs that half and 99 of 100 of all its syncs took
   bounce     mappings that were copies, bytes copied an I/O, mappings that found no slot; most memory of the pools;
              memory taken to be filled and read in place: open, as what is persistent
@@ -107,7 +107,7 @@ fn addresses(comparison: &Comparison) -> String {
     )
 }
 
-/// The part of the tuning that was asked for.
+/// The part of the tuning that was requested.
 fn tuned(tuning: &Tuning) -> String {
     let Tuning {
         flush_queue_slots,
@@ -146,7 +146,7 @@ fn load(job: &JobReport) -> Vec<String> {
     clauses("load", job.results.iter().filter_map(shown))
 }
 
-/// The rows that ran under another policy than the one asked for, and why.
+/// The rows that ran under another policy than the requested one, and why.
 pub(super) fn fallbacks(job: &JobReport) -> Vec<String> {
     let shown = |row: &PolicyResult| {
         let effective = row.replaced_by()?;
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_differ_in_their_allocator_are_told_apart() {
+    fn rows_that_differ_in_their_allocator_are_distinguished() {
         let mut comparison = sample::comparison();
         assert!(!render(&comparison).contains("strict+map/"));
         let rows = &mut comparison.jobs[0].results;
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn where_addresses_come_from_is_told() {
+    fn where_addresses_come_from_is_shown() {
         let mut comparison = sample::comparison();
         comparison.placement = "lowest".to_owned();
         comparison.live_ranges = 1000;
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tuning_that_was_asked_for_is_told() {
+    fn a_tuning_that_was_requested_is_shown() {
         let mut comparison = sample::comparison();
         assert!(!headline(&comparison).contains("batches"));
         comparison.tuning = Tuning {
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_that_was_not_kept_is_told() {
+    fn a_bound_that_was_not_kept_is_shown() {
         let mut comparison = sample::comparison();
         comparison.jobs[0].results[5].exposure.as_mut().unwrap().late_releases = 7;
         let text = render(&comparison);

@@ -33,7 +33,7 @@ pub struct SyncWaits {
     pub timer: Waited,
     /// Flushes that an unmap made because the queue was full or at its bound.
     pub full: Waited,
-    /// Flushes that were asked for.
+    /// Flushes that were requested.
     pub asked: Waited,
 }
 
@@ -100,7 +100,7 @@ fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
     let mut words = vec![plain(&job.label(row))];
     if let Some(waits) = row.sync_waits {
         let SyncWaits { map, unmap, timer, full, asked } = waits;
-        // Callers wait alike for a full queue and for what they asked for.
+        // Callers wait alike for a full queue and for what they requested.
         let flush = Waited {
             count: full.count.saturating_add(asked.count),
             per_io: full.per_io.zip(asked.per_io).map(|(full, asked)| full + asked),

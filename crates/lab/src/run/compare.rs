@@ -555,7 +555,7 @@ struct Measured {
     /// One per job.
     samples: Vec<(Sample, Counted)>,
     effective: String,
-    /// Why that is not the policy asked for.
+    /// Why that is not the requested policy.
     fallback: Option<String>,
     /// What `auto` chose, and why.
     explain: Option<String>,

@@ -16,7 +16,7 @@ use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, Iommu, IommuBackend, IommuOptions},
-    net::{Lost, Net, NetOptions, QueueCounters, Way},
+    net::{Link, Lost, Net, NetOptions, QueueCounters},
 };
 use ringfence_iommu::{
     Geometry, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown, table::Limits,
@@ -225,8 +225,8 @@ pub(crate) fn serve_net(sockets: [UnixStream; 2], loops: bool, notify: Notify) -
     let [net, iommu] = sockets;
     // A network device's unit is the first of a worker's.
     let mut behind = Behind::new(iommu, 1, notify, 1)?;
-    let way = if loops { Way::Loopback } else { Way::Probe };
-    let device = Net::new(NetOptions::new("net", way), Arc::clone(&behind.workers))?;
+    let link = if loops { Link::Loopback } else { Link::Probe };
+    let device = Net::new(NetOptions::new("net", link), Arc::clone(&behind.workers))?;
     let mut server = Server::new(net, device.connect_behind(0, Arc::clone(&behind.endpoint), None));
     behind.serve(&mut server, "network device")?;
     // So that its views have added their counts.

@@ -91,7 +91,7 @@ impl Target {
         let wrong = |why: String| bail!(Usage(format!("--disk {}{why}", path.display())));
         let found = match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return make(path, len, warnings),
-            Err(error) => return wrong(format!(": {error}")),
+            Err(error) => return Err(error).with_context(|| unusable(path)),
             Ok(found) => found,
         };
         if found.is_dir() {
@@ -141,6 +141,10 @@ impl Target {
     }
 }
 
+fn unusable(path: &Path) -> Usage {
+    Usage(format!("--disk {}", path.display()))
+}
+
 /// Makes a file of `len` bytes without a name: whatever happens to this program, nothing stays.
 fn make(path: &Path, len: u64, warnings: &mut Vec<String>) -> Result<Target> {
     warnings.push(format!("{} did not exist: made for this run, and removed", path.display()));
@@ -167,5 +171,5 @@ fn open(path: &Path, write: bool, make: bool, warnings: &mut Vec<String>) -> Res
         }
         other => other,
     };
-    opened.map_err(|error| Usage(format!("--disk {}: {error}", path.display())).into())
+    opened.with_context(|| unusable(path))
 }

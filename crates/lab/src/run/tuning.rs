@@ -112,7 +112,7 @@ impl Tuning {
     }
 
     /// How the flush queues of `policy` are tuned: as Linux does it, except where something else is
-    /// asked for.
+    /// requested.
     pub(crate) fn flush(&self, policy: Policy) -> FlushTuning {
         let linux = FlushTuning::of(policy);
         FlushTuning {
@@ -174,7 +174,7 @@ named! {
     Auto = "auto",
     /// It may have any policy.
     Trusted = "trusted",
-    /// It gets a strict policy, whatever was asked for.
+    /// It gets a strict policy, whatever was requested.
     Untrusted = "untrusted",
 }
 

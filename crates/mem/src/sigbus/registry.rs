@@ -1,5 +1,5 @@
-//! The mappings that are watched, in slots that a signal handler can look through: it waits for
-//! nobody, and finds a mapping whole or not at all.
+//! The mappings that are watched, in slots that a signal handler can look through: it waits for no
+//! thread, and finds a mapping whole or not at all.
 //!
 //! A slot is a seqlock. Its state says whose turn it is, with a generation by which a reader notices
 //! that the slot changed hands while it looked.
@@ -100,7 +100,8 @@ impl<const N: usize> Registry<N> {
             slot.lost.store(false, Ordering::Relaxed);
             // Release: a thread that sees LIVE sees the fields.
             slot.state.store((state & !PHASE) | LIVE, Ordering::Release);
-            // Ordering: whoever faults has the mapping from whoever entered it, and so this number too.
+            // Ordering: a thread that faults has the mapping from the one that entered it: this
+            // number too.
             self.used.fetch_max(index + 1, Ordering::Release);
             return Some(Entry { registry: self, index });
         }

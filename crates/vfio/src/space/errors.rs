@@ -32,14 +32,15 @@ pub(crate) fn collect(
     result
 }
 
-/// The error for an error number that concerns neither limits nor mappings.
-pub(crate) fn lost(errno: Errno, range: Range) -> Error {
+/// The error for an error number that concerns neither limits nor mappings, of `operation`, an
+/// infinitive.
+pub(crate) fn lost(operation: &'static str, errno: Errno, range: Range) -> Error {
     match errno {
         Errno::NOTTY | Errno::BADF | Errno::NODEV | Errno::NXIO => {
             Error::Gone("the kernel no longer knows the address space")
         }
-        Errno::NOMEM => Error::NoMemory,
-        errno => Error::Kernel { range, errno: errno.raw_os_error() },
+        Errno::NOMEM => Error::NoMemory { operation, range },
+        errno => Error::Kernel { operation, range, errno: errno.raw_os_error() },
     }
 }
 
@@ -62,8 +63,8 @@ pub(crate) fn refused(
             Some(Locked { used, limit }) if u128::from(used) + range.len() > limit.into() => {
                 Error::Full { what: "bytes of locked memory (ulimit -l)", used, limit }
             }
-            _ => Error::NoMemory,
+            _ => lost("map", errno, range),
         },
-        errno => lost(errno, range),
+        errno => lost("map", errno, range),
     }
 }

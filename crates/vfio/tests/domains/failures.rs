@@ -209,7 +209,8 @@ fn a_map_that_cannot_be_undone_keeps_its_address() {
     let odd = Odd::new(None, 6);
     let domain = over(&odd, CHUNKED);
     odd.fails.store(1, Ordering::Relaxed);
-    assert_eq!(map(&domain, range(0, 8), 0), Err(Error::NoMemory));
+    let failed = Err(Error::NoMemory { operation: "map", range: range(0, 8) });
+    assert_eq!(map(&domain, range(0, 8), 0), failed);
     assert!(matches!(map(&domain, range(4, 1), 0), Err(Error::Exists { .. })));
     unmap(&domain, range(0, 8)).unwrap();
     assert_eq!(odd.kernel.mappings(), 0);
@@ -223,8 +224,9 @@ fn a_map_that_cannot_be_undone_fails_at_its_sync_so_that_its_caller_unmaps_it() 
     let domain = over(&odd, CHUNKED);
     odd.fails.store(1, Ordering::Relaxed);
     domain.map(to(range(0, 8), HostAddr(0), Prot::RW)).unwrap();
+    let failed = Err(Error::NoMemory { operation: "map", range: range(0, 8) });
     for _ in 0..2 {
-        assert_eq!(domain.iotlb_sync_map(range(0, 8)), Err(Error::NoMemory), "some of it is there");
+        assert_eq!(domain.iotlb_sync_map(range(0, 8)), failed, "some of it is there");
     }
     domain.iotlb_sync_map(range(8, 1)).unwrap();
     unmap(&domain, range(0, 8)).unwrap();
@@ -281,7 +283,7 @@ fn a_short_unmap_is_tried_again() {
     assert_eq!((odd.kernel.mappings(), domain.usage().mismatches), (0, 0));
     odd.slow.store(false, Ordering::Relaxed);
 
-    // Someone else has removed a page: all is gone, and the result is what was mapped here.
+    // Another caller has removed a page: all is gone, and the result is what was mapped here.
     fill();
     odd.kernel.unmap(UnmapFlags::empty(), 2 * PAGE, PAGE, None).unwrap();
     assert_eq!(unmap(&domain, whole), Ok(whole.len()));
@@ -308,7 +310,8 @@ fn an_exceeded_limit_is_named_with_the_excess() {
     assert!(error.to_string().contains("8192 of 12288"), "{error}");
     // With locked memory to spare, the error is not the limit's.
     let odd = Odd::new(Some(Locked { used: 0, limit: GIB }), 1);
-    assert_eq!(map(&over(&odd, MERGE), range(0, 2), 0), Err(Error::NoMemory));
+    let failed = Err(Error::NoMemory { operation: "map", range: range(0, 2) });
+    assert_eq!(map(&over(&odd, MERGE), range(0, 2), 0), failed);
 }
 
 #[test]

@@ -211,10 +211,10 @@ impl QueueStats {
 #[non_exhaustive]
 pub enum QueueError {
     /// The driver broke the rules of the ring, or the ring cannot be reached.
-    #[error("ring: {0}")]
+    #[error("the driver's ring: {0}")]
     Ring(#[from] RingError),
     /// Memory that was in use is gone.
-    #[error("memory: {0}")]
+    #[error("memory that was in use is gone: {0}")]
     Memory(#[from] AccessError),
     /// The record of an earlier process is invalid.
     #[error(transparent)]
@@ -226,7 +226,9 @@ pub enum QueueError {
     #[error("{0}")]
     Io(#[from] std::io::Error),
     /// The ring is not at its new addresses.
-    #[error("the ring is not where it was moved to")]
+    #[error(
+        "the ring cannot be used where it was moved to, and has stopped: the log has the reason"
+    )]
     Moved,
     /// Requests can neither go on nor be put back, and no completion can report their failure.
     #[error("requests that can neither be completed nor put back: {0}")]

@@ -174,7 +174,10 @@ impl Link {
         let Message { header, payload, fds } = message;
         match fds.len() {
             0 => Ok(payload),
-            count => Err(self.fail(WireError::Fds { request: header.request, count })),
+            count => {
+                let (request, takes) = (header.request, "none".to_owned());
+                Err(self.fail(WireError::Fds { request, count, takes }))
+            }
         }
     }
 
@@ -183,7 +186,8 @@ impl Link {
         let request = message.header.request;
         let payload = self.plain(message)?;
         let size = payload.len() as u32;
-        let word = payload.try_into().map_err(|_| self.fail(WireError::Size { request, size }))?;
+        let wrong = |_| self.fail(WireError::Size { request, size, takes: "8".to_owned() });
+        let word = payload.try_into().map_err(wrong)?;
         Ok(u64::from_ne_bytes(word))
     }
 
@@ -217,8 +221,8 @@ impl Link {
     }
 
     /// How many posted messages have their reply.
-    // Ordering: needed between threads: who sees that a reply was taken sees what its taker has seen. No model
-    // has a socket.
+    // Ordering: needed between threads: a thread that sees that a reply was taken sees what its
+    // taker has seen. No model has a socket.
     #[inline]
     pub(super) fn done(&self) -> u64 {
         self.done.load(Ordering::Acquire)

@@ -185,49 +185,51 @@ struct Payload<'p> {
 }
 
 impl<'p> Payload<'p> {
-    fn size(&self) -> WireError {
-        WireError::Size { request: self.request, size: self.payload.len() as u32 }
+    fn size(&self, takes: impl ToString) -> WireError {
+        let (size, takes) = (self.payload.len() as u32, takes.to_string());
+        WireError::Size { request: self.request, size, takes }
     }
 
-    fn value(&self, field: &'static str, value: u64) -> WireError {
-        WireError::Value { request: self.request, field, value }
+    fn value(&self, field: &'static str, value: u64, must: impl ToString) -> WireError {
+        WireError::Value { request: self.request, field, value, must: must.to_string() }
     }
 
     /// The whole payload, which must have exactly this shape.
     fn read<T: FromBytes>(&self) -> Result<T, WireError> {
-        T::read_from_bytes(self.payload).map_err(|_| self.size())
+        T::read_from_bytes(self.payload).map_err(|_| self.size(size_of::<T>()))
     }
 
     /// A word that has a narrower meaning.
     fn narrow<T: TryFrom<u64>>(&self, field: &'static str) -> Result<T, WireError> {
         let word: u64 = self.read()?;
-        T::try_from(word).map_err(|_| self.value(field, word))
+        T::try_from(word)
+            .map_err(|_| self.value(field, word, format!("of {} bytes", size_of::<T>())))
     }
 
     /// Checks that the payload is empty; returns `meaning`.
     fn empty<T>(&self, meaning: T) -> Result<T, WireError> {
-        if self.payload.is_empty() { Ok(meaning) } else { Err(self.size()) }
+        if self.payload.is_empty() { Ok(meaning) } else { Err(self.size(0)) }
     }
 
     fn ring_fd(&self) -> Result<(u8, bool), WireError> {
         let word: u64 = self.read()?;
         if word & !(NO_FD | 0xff) != 0 {
-            return Err(self.value("ring and flags", word));
+            return Err(self.value("ring and flags", word, "0 to 0x1ff"));
         }
         Ok((word as u8, word & NO_FD == 0))
     }
 
     fn regions(&self) -> Result<Vec<Region>, WireError> {
         let head = <[u32; 2]>::read_from_prefix(self.payload);
-        let ([count, _padding], rest) = head.map_err(|_| self.size())?;
+        let ([count, _padding], rest) = head.map_err(|_| self.size("8 and 32 for each region"))?;
         let count = count as usize;
         if count == 0 || count > MAX_TABLE_REGIONS {
-            return Err(self.value("regions", count as u64));
+            return Err(self.value("regions", count as u64, format!("1 to {MAX_TABLE_REGIONS}")));
         }
         // User-Mode Linux sends a table of two, however many it fills: the rest means nothing.
         let (places, more) = rest.as_chunks::<REGION>();
         if !more.is_empty() || !(count..=MAX_TABLE_REGIONS).contains(&places.len()) {
-            return Err(self.size());
+            return Err(self.size(format!("8 and 32 for each of {count} regions")));
         }
         Ok(places[..count].iter().map(|place| region_of(zerocopy::transmute!(*place))).collect())
     }
@@ -245,12 +247,13 @@ impl<'p> Payload<'p> {
     /// The offset, the flags and the bytes.
     fn config(&self) -> Result<(u32, u32, &'p [u8]), WireError> {
         let head = <[u32; 3]>::read_from_prefix(self.payload);
-        let ([offset, size, flags], data) = head.map_err(|_| self.size())?;
+        let ([offset, size, flags], data) = head.map_err(|_| self.size("12 and the content"))?;
         if size as usize != data.len() || data.is_empty() || data.len() > MAX_CONFIG {
-            return Err(self.value("size", size.into()));
+            let must = format!("the {} bytes there are, 1 to {MAX_CONFIG}", data.len());
+            return Err(self.value("size", size.into(), must));
         }
         if offset.checked_add(size).is_none() {
-            return Err(self.value("offset", offset.into()));
+            return Err(self.value("offset", offset.into(), format!("at most 2^32 - 1 - {size}")));
         }
         Ok((offset, flags, data))
     }
@@ -305,7 +308,7 @@ impl Request {
             code::SET_VRING_ADDR => {
                 let AddrWire { ring, flags, desc, used, avail, log } = wire.read()?;
                 if flags & !VRING_F_LOG != 0 {
-                    return Err(wire.value("flags", flags.into()));
+                    return Err(wire.value("flags", flags.into(), "0 or 1"));
                 }
                 let log = (flags & VRING_F_LOG != 0).then_some(log);
                 let addresses = RingAddresses { desc, avail, used, log };
@@ -335,7 +338,7 @@ impl Request {
             code::GET_QUEUE_NUM => wire.empty(Request::GetQueueNum)?,
             code::SET_VRING_ENABLE => match wire.read::<[u32; 2]>()? {
                 [ring, enabled @ 0..=1] => Request::SetVringEnable { ring, enabled: enabled == 1 },
-                [_, other] => return Err(wire.value("enable", other.into())),
+                [_, other] => return Err(wire.value("enable", other.into(), "0 or 1")),
             },
             code::SEND_RARP => {
                 let [mac @ .., _, _]: [u8; 8] = wire.read()?;
@@ -353,7 +356,7 @@ impl Request {
                 let why = match flags {
                     0 => ConfigWrite::Driver,
                     1 => ConfigWrite::Migration,
-                    other => return Err(wire.value("flags", other.into())),
+                    other => return Err(wire.value("flags", other.into(), "0 or 1")),
                 };
                 Request::SetConfig { offset, why, data: data.to_vec() }
             }

@@ -125,17 +125,17 @@ impl<H: Handler> Server<H> {
             // Running rings move on: their positions are no longer kept.
             kept.keeper.keep(Some(&saved.without_bases()));
         }
-        self.rings.iter_mut().for_each(|ring| ring.lost = true);
-        (self.resuming, self.to_come) = (true, saved.to_come);
+        self.rings.iter_mut().for_each(|ring| ring.base_unknown = true);
+        (self.resuming, self.replies_owed) = (true, saved.replies_owed);
         for (request, fds) in saved.requests {
             if let Request::SetVringBase { ring, .. } = request {
                 let ring = self.ring(request.code(), ring)?;
-                self.rings[ring].lost = false;
+                self.rings[ring].base_unknown = false;
             }
             self.carry_out_kept(request, fds)?;
         }
         self.resuming = false;
-        self.rings.iter_mut().for_each(|ring| ring.lost &= ring.running);
+        self.rings.iter_mut().for_each(|ring| ring.base_unknown &= ring.running);
         Ok(())
     }
 
@@ -191,14 +191,14 @@ impl<H: Handler> Server<H> {
         self.kept = Some(kept);
     }
 
-    /// All rings are stopped; those in `ran` are to run again in the successor. `to_come` is the
-    /// number of replies that are still to come on the back end's channel.
-    pub(super) fn keep_stopped(&mut self, ran: &[bool], to_come: Option<u32>) {
+    /// All rings are stopped; those in `ran` are to run again in the successor. `replies_owed` is
+    /// the number of replies that are still to come on the back end's channel.
+    pub(super) fn keep_stopped(&mut self, ran: &[bool], replies_owed: Option<u32>) {
         let Some(mut kept) = self.kept.take() else { return };
         for (ring, &ran) in self.rings.iter_mut().zip(ran) {
             ring.running = ran;
         }
-        kept.keeper.keep(Some(&self.state(&kept.held, |_| false, to_come)));
+        kept.keeper.keep(Some(&self.state(&kept.held, |_| false, replies_owed)));
         self.rings.iter_mut().for_each(|ring| ring.running = false);
         self.kept = Some(kept);
     }
@@ -208,7 +208,7 @@ impl<H: Handler> Server<H> {
         &self,
         kept: &'k KeptFds,
         without_base: impl Fn(&Ring) -> bool,
-        to_come: Option<u32>,
+        replies_owed: Option<u32>,
     ) -> ConnectionState<'k> {
         let mut requests: Vec<(Request, Vec<BorrowedFd<'k>>)> = Vec::new();
         let mut add = |request, fd: Option<&'k PeerFd>| {
@@ -242,7 +242,7 @@ impl<H: Handler> Server<H> {
             if let Some(addresses) = ring.addresses {
                 add(Request::SetVringAddr { ring: number, addresses }, None);
             }
-            if !without_base(ring) && !ring.lost {
+            if !without_base(ring) && !ring.base_unknown {
                 add(Request::SetVringBase { ring: number, base: ring.base }, None);
             }
             add(Request::SetVringEnable { ring: number, enabled: ring.enabled }, None);
@@ -255,6 +255,6 @@ impl<H: Handler> Server<H> {
                 }
             }
         }
-        ConnectionState { to_come, requests }
+        ConnectionState { replies_owed, requests }
     }
 }

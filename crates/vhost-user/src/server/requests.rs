@@ -13,6 +13,7 @@ use crate::{
     BackendChannel, Handler, HandlerError, InflightRegion, Iotlb, IotlbWire, ProtocolFeatures,
     RingAddresses, RingSetup, WireError,
     backend_channel::Replies,
+    error::at_most,
     msg::{self, Inflight, Request, code},
 };
 
@@ -35,7 +36,7 @@ impl<H: Handler> Server<H> {
         mut fds: Vec<PeerFd>,
     ) -> Result<Outcome, Failure> {
         let code = request.code();
-        let value = |field, value| WireError::Value { request: code, field, value };
+        let value = |field, value, must| WireError::Value { request: code, field, value, must };
         let state = |why| WireError::State { request: code, why };
         match request {
             Request::GetFeatures => return word(self.offered),
@@ -46,7 +47,8 @@ impl<H: Handler> Server<H> {
             Request::SetProtocolFeatures(features) => {
                 if !self.offered_protocol.contains(features) {
                     let beyond = features.difference(self.offered_protocol).bits();
-                    return Err(value("protocol features beyond those offered", beyond).into());
+                    let field = "protocol features beyond those offered";
+                    return Err(value(field, beyond, "0".to_owned()).into());
                 }
                 self.protocol = Some(features);
             }
@@ -82,11 +84,12 @@ impl<H: Handler> Server<H> {
             }
             Request::SetVringNum { ring, num } => {
                 let ring = self.ring(code, ring)?;
-                let size = u16::try_from(num).map_err(|_| value("ring size", num.into()))?;
-                let packed = self.is_packed();
-                let fits = size != 0 && size <= self.handler.max_ring_size();
+                let (packed, most) = (self.is_packed(), self.handler.max_ring_size());
+                let size = u16::try_from(num).unwrap_or(0);
+                let fits = size != 0 && size <= most;
                 if !fits || !(packed || size.is_power_of_two()) {
-                    return Err(value("ring size", num.into()).into());
+                    let what = if packed { "" } else { ", a power of two" };
+                    return Err(value("ring size", num.into(), format!("1 to {most}{what}")).into());
                 }
                 if self.rings[ring].running {
                     return Err(state("the ring runs").into());
@@ -104,13 +107,13 @@ impl<H: Handler> Server<H> {
             Request::SetVringBase { ring, base } => {
                 let ring = self.ring(code, ring)?;
                 if !self.is_packed() && base > u16::MAX.into() {
-                    return Err(value("base", base.into()).into());
+                    return Err(value("base", base.into(), at_most(u16::MAX)).into());
                 }
                 if self.rings[ring].running {
                     return Err(state("the ring runs").into());
                 }
                 self.rings[ring].base = base;
-                self.rings[ring].lost = false;
+                self.rings[ring].base_unknown = false;
             }
             Request::GetVringBase { ring: number } => {
                 let ring = self.ring(code, number)?;
@@ -142,8 +145,8 @@ impl<H: Handler> Server<H> {
             Request::SetBackendReqFd => {
                 let fd = fds.pop().ok_or(state("a channel without a descriptor"))?;
                 let acks = self.has(ProtocolFeatures::REPLY_ACK);
-                let to_come = if self.resuming { self.to_come } else { Some(0) };
-                let channel = BackendChannel::resumed(fd, acks, to_come);
+                let owed = if self.resuming { self.replies_owed } else { Some(0) };
+                let channel = BackendChannel::resumed(fd, acks, owed);
                 let channel = Arc::new(channel.map_err(HandlerError::from)?);
                 channel.set_silent(!self.rings.iter().any(|ring| ring.running));
                 let replies = Replies::read(Arc::clone(&channel)).map_err(HandlerError::from)?;
@@ -242,7 +245,8 @@ impl<H: Handler> Server<H> {
         if index < self.rings.len() {
             return Ok(index);
         }
-        Err(WireError::Value { request, field: "ring", value: ring.into() })
+        let must = format!("less than {}", self.rings.len());
+        Err(WireError::Value { request, field: "ring", value: ring.into(), must })
     }
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
@@ -263,8 +267,8 @@ impl<H: Handler> Server<H> {
         self.suits(request, size, self.rings[ring].base)?;
         // A new kick for a running ring: it goes on where it is.
         self.stop(ring)?;
-        let Ring { base, lost, .. } = self.rings[ring];
-        let base = (!lost).then_some(base);
+        let Ring { base, base_unknown, .. } = self.rings[ring];
+        let base = (!base_unknown).then_some(base);
         let resumed = self.resuming;
         let setup = RingSetup { size, addresses, base, kick, enabled, resumed };
         // The device may ask for the ring's translations at once.
@@ -278,17 +282,18 @@ impl<H: Handler> Server<H> {
     /// Cross-checks what several messages, which may have come in any order, have set for a ring:
     /// the size and the base were valid given what was known when each of them came.
     fn suits(&self, request: u32, size: u16, base: u32) -> Result<(), WireError> {
-        let value = |field, value| Err(WireError::Value { request, field, value });
+        let value = |field, value, must| Err(WireError::Value { request, field, value, must });
         if !self.is_packed() {
             if !size.is_power_of_two() {
-                return value("the size of a split ring", size.into());
+                return value("the size of a split ring", size.into(), "a power of two".into());
             }
             if base > u16::MAX.into() {
-                return value("the base of a split ring", base.into());
+                return value("the base of a split ring", base.into(), at_most(u16::MAX));
             }
         } else if [base, base >> 16].into_iter().any(|place| place & 0x7fff >= size.into()) {
             // The ring checks how far its places may be from each other.
-            return value("a base with a place beyond the packed ring", base.into());
+            let must = format!("of places less than {size}");
+            return value("the base of a packed ring", base.into(), must);
         }
         Ok(())
     }
@@ -304,7 +309,7 @@ impl<H: Handler> Server<H> {
                 self.handler.suspended();
             }
             self.rings[ring].base = base.map_err(Failure::Broken)?;
-            self.rings[ring].lost = false;
+            self.rings[ring].base_unknown = false;
         }
         Ok(())
     }
@@ -374,7 +379,7 @@ impl<H: Handler> Server<H> {
         let value = features & !(self.offered | self.handler.tolerated());
         if value != 0 {
             let field = "features beyond those offered";
-            return Err(WireError::Value { request, field, value }.into());
+            return Err(WireError::Value { request, field, value, must: "0".to_owned() }.into());
         }
         let running = self.rings.iter().any(|ring| ring.running);
         if (features ^ self.features) & !msg::F_LOG_ALL != 0 && running {
@@ -415,12 +420,14 @@ impl<H: Handler> Server<H> {
 
     /// Checks the number and the size of the queues that an in-flight region is for.
     fn inflight_shape(&self, request: u32, place: &Inflight) -> Result<Inflight, WireError> {
-        let value = |field, value: u16| WireError::Value { request, field, value: value.into() };
-        if place.queues == 0 || usize::from(place.queues) > self.rings.len() {
-            return Err(value("queues", place.queues));
-        }
-        if place.size == 0 || place.size > self.handler.max_ring_size() {
-            return Err(value("queue size", place.size));
+        let (rings, most) = (self.rings.len(), self.handler.max_ring_size().into());
+        for (field, value, most) in
+            [("queues", place.queues.into(), rings), ("queue size", place.size.into(), most)]
+        {
+            if !(1..=most).contains(&value) {
+                let (value, must) = (value as u64, format!("1 to {most}"));
+                return Err(WireError::Value { request, field, value, must });
+            }
         }
         Ok(*place)
     }
@@ -456,7 +463,8 @@ fn aligned(request: u32, addresses: &RingAddresses) -> Result<(), WireError> {
         ("used ring", addresses.used, 4),
     ] {
         if value % align != 0 {
-            return Err(WireError::Value { request, field, value });
+            let must = format!("a multiple of {align}");
+            return Err(WireError::Value { request, field, value, must });
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Faults on their way to the driver.
 //!
-//! Ordering: the faults have a lock. `count` spares a thread that; whoever reports a fault signals the
-//! device's event afterwards, and the device looks again.
+//! Ordering: the faults have a lock. `count` spares a thread that; a thread that reports a fault
+//! signals the device's event afterwards, and the device looks again.
 
 use std::{
     collections::VecDeque,

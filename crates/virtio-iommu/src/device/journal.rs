@@ -45,7 +45,7 @@ pub enum RestoreError {
     #[error("not a saved state: {0}")]
     Format(&'static str),
     /// It has another version.
-    #[error("the saved state has version {0}")]
+    #[error("the saved state has version {0}; this program reads {read}", read = super::saved::VERSION)]
     Version(u32),
     /// The device offers something else than the saved one.
     #[error("the device differs from the one that was saved: {0}")]
@@ -68,7 +68,7 @@ pub enum RestoreError {
     },
     /// An invalidation failed.
     #[error("an invalidation failed: {0}")]
-    Invalidation(Error),
+    Invalidation(#[source] Error),
     /// An invalidation does not end within 10 s.
     #[error("an invalidation does not end")]
     Stuck,
@@ -115,7 +115,7 @@ pub enum JournalError {
     #[error("not a journal: {0}")]
     Format(&'static str),
     /// Another version has written it.
-    #[error("the journal has version {0}")]
+    #[error("the journal has version {0}; this program reads {read}", read = VERSION)]
     Version(u64),
     /// Nothing was ever written to it, or its writer gave it up.
     #[error("the journal holds nothing")]
@@ -138,7 +138,7 @@ pub enum JournalError {
     },
     /// The device's state cannot be saved.
     #[error("the device's state cannot be saved: {0}")]
-    Unsaved(ringfence_iommu::Error),
+    Unsaved(#[source] ringfence_iommu::Error),
     /// The file was truncated.
     #[error("the journal was truncated")]
     Lost,

@@ -418,7 +418,7 @@ fn status_of(error: Error) -> Status {
         | Error::OutsideAperture { .. }
         | Error::WouldSplit { .. } => Status::Range,
         Error::NoPermission(_) | Error::Reserved { .. } | Error::Exists { .. } => Status::Inval,
-        Error::Full { .. } | Error::NoMemory => Status::NoMem,
+        Error::Full { .. } | Error::NoMemory { .. } => Status::NoMem,
         Error::Unsupported(_) => Status::Unsupp,
         _ => Status::DevErr,
     }
@@ -462,7 +462,7 @@ fn binding_to<D>(domain: Option<&Arc<D>>) -> Binding<D> {
 /// The status of an ATTACH whose endpoint the backing could not put there.
 fn cannot_join(error: Error) -> Status {
     match error {
-        Error::Full { .. } | Error::NoMemory => Status::NoMem,
+        Error::Full { .. } | Error::NoMemory { .. } => Status::NoMem,
         Error::Gone(_) => Status::DevErr,
         _ => Status::Unsupp,
     }

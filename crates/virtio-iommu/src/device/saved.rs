@@ -8,7 +8,7 @@ use crate::wire::{AttachFlags, CONFIG_LEN, Features};
 /// What the bytes begin with.
 const MAGIC: [u8; 4] = *b"RFvi";
 /// The version of the format.
-const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 1;
 
 impl<B: Backing> Device<B> {
     /// All state that the driver has set up, as bytes for [`restore`](Self::restore): what was

@@ -140,4 +140,12 @@ pub enum Failed {
     /// The device, or the way to it, broke.
     #[error(transparent)]
     Broken(Box<dyn Error + Send + Sync>),
+    /// The device, or the way to it, broke in a known step.
+    #[error("{step}: {source}")]
+    Step {
+        /// What was done.
+        step: String,
+        /// Why it failed.
+        source: Box<dyn Error + Send + Sync>,
+    },
 }

@@ -89,15 +89,15 @@ raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 #[non_exhaustive]
 pub enum ParseError {
     /// There are fewer bytes than the 4 of a head: how many.
-    #[error("{0} bytes hold no request head")]
+    #[error("a request of {0} bytes; its head has 4")]
     NoHead(usize),
     /// The type is unknown (rule [V8]).
     ///
     /// [V8]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v8
-    #[error("unknown request type {0}")]
+    #[error("request type {0:#x}; 1 to 5 and 0xf0 are known")]
     UnknownType(u8),
     /// The request is cut short.
-    #[error("{kind:?} of {len} bytes is cut short")]
+    #[error("{kind:?} of {len} bytes is cut short: it has {}", .kind.request_len())]
     Short {
         /// The kind that it claims.
         kind: Kind,

@@ -1,4 +1,4 @@
-//! Programs for a device, drawn from bytes: whoever makes the bytes, a property test or a fuzzer,
+//! Programs for a device, drawn from bytes: what makes the bytes, a property test or a fuzzer,
 //! makes legal requests, nearly legal ones and garbage, in any order, to any kind of device.
 
 use std::fmt;

@@ -519,7 +519,10 @@ proptest! {
         steps in proptest::collection::vec(step(), 1..40),
         kind in prop_oneof![Just(Kind::Map), Just(Kind::SyncMap), Just(Kind::Unmap), Just(Kind::Sync)],
         nth in 1u64..30,
-        error in prop_oneof![Just(Error::NoMemory), Just(Error::Gone("a test"))],
+        error in prop_oneof![
+            Just(Error::NoMemory { operation: "map", range: Range::ALL }),
+            Just(Error::Gone("a test")),
+        ],
     ) {
         let mut rig = Rig::new();
         for far in rig.endpoints.far.values() {

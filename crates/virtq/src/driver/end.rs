@@ -7,7 +7,7 @@ use ringfence_sync::atomic::{Ordering, fence};
 
 use super::{
     QueueConfig, Rings, Used,
-    names::{Back, Names},
+    ids::{Ids, UsedChain},
 };
 use crate::{AddError, Desc, RingError, layout};
 
@@ -15,56 +15,56 @@ use crate::{AddError, Desc, RingError, layout};
 pub(super) trait Format: fmt::Debug + Sized {
     /// The driver's position in them. It is copied out for a burst and back after it: kept in the
     /// queue, it would be stored and loaded again for each chain.
-    type At: Copy + fmt::Debug;
+    type Position: Copy + fmt::Debug;
 
     /// The areas, initialised, and the initial position.
     ///
     /// # Errors
     /// The size is invalid, or an area is too small for it.
-    fn new(config: QueueConfig, rings: Rings) -> Result<(Self, Self::At), RingError>;
+    fn new(config: QueueConfig, rings: Rings) -> Result<(Self, Self::Position), RingError>;
 
-    /// Writes a chain of several descriptors, for which there is room, under the first free name;
-    /// returns its last name.
-    fn write(&self, at: &mut Self::At, names: &Names, descs: &[Desc]) -> u16;
+    /// Writes a chain of several descriptors, for which there is room, under the first free id;
+    /// returns its last id.
+    fn write(&self, at: &mut Self::Position, ids: &Ids, descs: &[Desc]) -> u16;
 
-    /// Writes a chain of one descriptor, for which there is room, under the first free name:
+    /// Writes a chain of one descriptor, for which there is room, under the first free id:
     /// address, length and flags.
-    fn write_one(&self, at: &mut Self::At, names: &Names, desc: (u64, u32, u16));
+    fn write_one(&self, at: &mut Self::Position, ids: &Ids, desc: (u64, u32, u16));
 
     /// Descriptor `position` of an indirect table of `count`.
     fn entry(desc: &Desc, position: usize, count: usize) -> [u8; layout::DESC_SIZE];
 
-    /// Makes visible what was written since the last call, which is something.
-    fn publish(&self, at: &mut Self::At, names: &Names);
+    /// Makes visible what was written since the last call: at least one chain.
+    fn publish(&self, at: &mut Self::Position, ids: &Ids);
 
     /// Whether the device wants a kick for what was published since the last call.
-    fn needs_kick(&self, at: &mut Self::At, names: &Names) -> bool;
+    fn needs_kick(&self, at: &mut Self::Position, ids: &Ids) -> bool;
 
     /// Looks for what the device has given back, if less than `most` is known.
     ///
     /// # Errors
     /// More chains are reported than there can be.
-    fn look(&self, at: &mut Self::At, names: &Names, most: usize) -> Result<(), RingError>;
+    fn look(&self, at: &mut Self::Position, ids: &Ids, most: usize) -> Result<(), RingError>;
 
     /// The next chain that the device has given back, as far as is known.
-    fn next(&self, at: &Self::At, names: &Names) -> Option<Back>;
+    fn next(&self, at: &Self::Position, ids: &Ids) -> Option<UsedChain>;
 
     /// Advances past a chain of so many descriptors that was taken back.
-    fn forward(&self, at: &mut Self::At, count: u16);
+    fn forward(&self, at: &mut Self::Position, count: u16);
 
     /// Disables interrupts.
-    fn suppress(&self, names: &Names);
+    fn suppress(&self, ids: &Ids);
 
     /// Enables an interrupt with the next used chain.
-    fn enable(&self, at: &Self::At, names: &Names);
+    fn enable(&self, at: &Self::Position, ids: &Ids);
 }
 
 /// The driver's end of a queue of format `F`.
 #[derive(Debug)]
 pub(super) struct End<F: Format> {
     areas: F,
-    at: F::At,
-    names: Names,
+    at: F::Position,
+    ids: Ids,
     /// Whether interrupts are enabled.
     notify: bool,
     broken: Option<RingError>,
@@ -77,7 +77,7 @@ impl<F: Format> End<F> {
     /// As there.
     pub(super) fn new(config: QueueConfig, rings: Rings) -> Result<End<F>, RingError> {
         let (areas, at) = F::new(config, rings)?;
-        Ok(End { areas, at, names: Names::new(config.size), notify: true, broken: None })
+        Ok(End { areas, at, ids: Ids::new(config.size), notify: true, broken: None })
     }
 
     #[cold]
@@ -88,7 +88,7 @@ impl<F: Format> End<F> {
 
     #[inline]
     fn look(&mut self, most: usize) -> Result<(), RingError> {
-        let looked = self.areas.look(&mut self.at, &self.names, most);
+        let looked = self.areas.look(&mut self.at, &self.ids, most);
         looked.map_err(|error| self.break_with(error))
     }
 }
@@ -138,15 +138,15 @@ impl<F: Format> End<F> {
     }
 
     pub(super) fn size(&self) -> u16 {
-        self.names.size()
+        self.ids.size()
     }
 
     pub(super) fn free_descs(&self) -> u16 {
-        self.names.free
+        self.ids.free
     }
 
     pub(super) fn in_flight(&self) -> u16 {
-        self.names.in_flight()
+        self.ids.in_flight()
     }
 
     pub(super) fn broken(&self) -> Option<RingError> {
@@ -157,8 +157,8 @@ impl<F: Format> End<F> {
     #[inline(always)]
     pub(super) fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
         let room = self.checked(descs, descs.len(), self.size())?;
-        let tail = self.areas.write(&mut self.at, &self.names, descs);
-        self.names.add(tail, descs.len() as u16, room, token);
+        let tail = self.areas.write(&mut self.at, &self.ids, descs);
+        self.ids.add(tail, descs.len() as u16, room, token);
         Ok(())
     }
 
@@ -183,8 +183,8 @@ impl<F: Format> End<F> {
         }
         // Fits: `checked` limited the chain to 2^15 buffers.
         let desc = (table_addr, bytes as u32, layout::DESC_F_INDIRECT);
-        self.areas.write_one(&mut self.at, &self.names, desc);
-        self.names.add(self.names.first, 1, room, token);
+        self.areas.write_one(&mut self.at, &self.ids, desc);
+        self.ids.add(self.ids.first, 1, room, token);
         Ok(())
     }
 
@@ -199,7 +199,7 @@ impl<F: Format> End<F> {
         let mut at = self.at;
         let (mut added, mut refused) = (0, None);
         let mut buffers = buffers.into_iter();
-        while self.names.free > 0
+        while self.ids.free > 0
             && let Some((desc, token)) = buffers.next()
         {
             if desc.wraps() {
@@ -207,9 +207,9 @@ impl<F: Format> End<F> {
                 break;
             }
             let one = (desc.addr, desc.len, write_flag(&desc));
-            self.areas.write_one(&mut at, &self.names, one);
+            self.areas.write_one(&mut at, &self.ids, one);
             let room = if desc.write { desc.len } else { 0 };
-            self.names.add(self.names.first, 1, room, token);
+            self.ids.add(self.ids.first, 1, room, token);
             added += 1;
         }
         self.at = at;
@@ -218,14 +218,14 @@ impl<F: Format> End<F> {
 
     #[inline]
     pub(super) fn publish(&mut self) {
-        if self.names.publish() {
-            self.areas.publish(&mut self.at, &self.names);
+        if self.ids.publish() {
+            self.areas.publish(&mut self.at, &self.ids);
         }
     }
 
     #[inline]
     pub(super) fn needs_kick(&mut self) -> bool {
-        self.areas.needs_kick(&mut self.at, &self.names)
+        self.areas.needs_kick(&mut self.at, &self.ids)
     }
 
     #[inline]
@@ -246,8 +246,8 @@ impl<F: Format> End<F> {
         let mut at = self.at;
         let (mut done, mut error) = (0, None);
         for place in out {
-            let Some(back) = self.areas.next(&at, &self.names) else { break };
-            match self.names.take(back) {
+            let Some(chain) = self.areas.next(&at, &self.ids) else { break };
+            match self.ids.take(chain) {
                 Ok((used, count)) => {
                     *place = used;
                     self.areas.forward(&mut at, count);
@@ -271,19 +271,19 @@ impl<F: Format> End<F> {
     pub(super) fn suppress_notifications(&mut self) {
         // The device reads this cache line: do not touch it without need.
         if core::mem::replace(&mut self.notify, false) {
-            self.areas.suppress(&self.names);
+            self.areas.suppress(&self.ids);
         }
     }
 
     pub(super) fn enable_notifications(&mut self) -> bool {
         self.notify = true;
-        self.areas.enable(&self.at, &self.names);
-        // The mirror image of the device's `publish_used`, argued as in `needs_kick`: either we see
-        // what the device has published, or it sees that interrupts are enabled.
+        self.areas.enable(&self.at, &self.ids);
+        // The mirror image of the device's `publish_used`, argued in `needs_kick` of `split.rs`:
+        // either we see what the device has published, or it sees that interrupts are enabled.
         fence(Ordering::SeqCst);
         // A broken queue must be reported as well.
         self.broken.is_some()
             || self.look(1).is_err()
-            || self.areas.next(&self.at, &self.names).is_some()
+            || self.areas.next(&self.at, &self.ids).is_some()
     }
 }

@@ -6,7 +6,7 @@ use ringfence_sync::atomic::{Ordering, fence};
 use super::{
     QueueConfig, Rings,
     end::{End, Format, write_flag},
-    names::{Back, Names},
+    ids::{Ids, UsedChain},
 };
 use crate::{
     Area, Desc, RingError, layout,
@@ -24,7 +24,7 @@ pub(super) struct Areas {
 
 /// The driver's position in them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct At {
+pub(super) struct Position {
     /// Where the next chain is put, and where the next one comes back.
     next_avail: RingPos,
     next_used: RingPos,
@@ -44,7 +44,7 @@ impl Areas {
     /// Writes the first descriptor of a chain of `count`, or keeps it for
     /// [`publish`](Format::publish) if it is the first chain since; `end` is where the chain ends.
     #[inline]
-    fn put_first(&self, at: &mut At, state: State, count: u16, end: RingPos) {
+    fn put_first(&self, at: &mut Position, state: State, count: u16, end: RingPos) {
         let place = at.next_avail.at;
         match at.unpublished {
             None => at.unpublished = Some((place, state)),
@@ -58,9 +58,9 @@ impl Areas {
 }
 
 impl Format for Areas {
-    type At = At;
+    type Position = Position;
 
-    fn new(config: QueueConfig, rings: Rings) -> Result<(Areas, At), RingError> {
+    fn new(config: QueueConfig, rings: Rings) -> Result<(Areas, Position), RingError> {
         let QueueConfig { size, event_idx, .. } = config;
         if !layout::packed::is_size(size) {
             return Err(RingError::PackedSize { size });
@@ -81,7 +81,7 @@ impl Format for Areas {
         }
         areas.driver.store(EventWord::ALL);
         areas.device.store(EventWord::ALL);
-        let at = At {
+        let at = Position {
             next_avail: RingPos::START,
             next_used: RingPos::START,
             unpublished: None,
@@ -92,8 +92,8 @@ impl Format for Areas {
     }
 
     #[inline]
-    fn write(&self, at: &mut At, names: &Names, descs: &[Desc]) -> u16 {
-        let (id, count) = (names.first, descs.len() as u16);
+    fn write(&self, at: &mut Position, ids: &Ids, descs: &[Desc]) -> u16 {
+        let (id, count) = (ids.first, descs.len() as u16);
         let mut place = at.next_avail;
         let mut first = State::new(0, 0, 0);
         for (position, desc) in (0..count).zip(descs) {
@@ -115,11 +115,11 @@ impl Format for Areas {
     }
 
     #[inline]
-    fn write_one(&self, at: &mut At, names: &Names, (addr, len, flags): (u64, u32, u16)) {
+    fn write_one(&self, at: &mut Position, ids: &Ids, (addr, len, flags): (u64, u32, u16)) {
         let place = at.next_avail;
         // The place is free, as in `write`.
         self.ring.set_addr(place.at, addr);
-        let state = State::available(len, names.first, flags, place.wrap);
+        let state = State::available(len, ids.first, flags, place.wrap);
         self.put_first(at, state, 1, place.forward(1, self.ring.size()));
     }
 
@@ -129,7 +129,7 @@ impl Format for Areas {
     }
 
     #[inline]
-    fn publish(&self, at: &mut At, _: &Names) {
+    fn publish(&self, at: &mut Position, _: &Ids) {
         if let Some((place, state)) = at.unpublished.take() {
             // Release: a device that sees this descriptor (with Acquire) sees all that were added
             // with it, indirect tables, and the buffers' contents that were stored before.
@@ -139,7 +139,7 @@ impl Format for Areas {
     }
 
     #[inline]
-    fn needs_kick(&self, at: &mut At, _: &Names) -> bool {
+    fn needs_kick(&self, at: &mut Position, _: &Ids) -> bool {
         let fresh = core::mem::take(&mut at.fresh);
         if fresh == 0 {
             return false;
@@ -159,13 +159,13 @@ impl Format for Areas {
     }
 
     #[inline]
-    fn look(&self, _: &mut At, _: &Names, _: usize) -> Result<(), RingError> {
+    fn look(&self, _: &mut Position, _: &Ids, _: usize) -> Result<(), RingError> {
         // Each descriptor's flags show whether it is used.
         Ok(())
     }
 
     #[inline]
-    fn next(&self, at: &At, _: &Names) -> Option<Back> {
+    fn next(&self, at: &Position, _: &Ids) -> Option<UsedChain> {
         let RingPos { at: index, wrap } = at.next_used;
         // Acquire pairs with the device's Release: the loads that follow see what it wrote into the
         // buffers, and what else it gave back with this.
@@ -174,21 +174,21 @@ impl Format for Areas {
             // Virtio 2.8.5: if the device wrote nothing, the field means nothing. QEMU's devices
             // have the length there and never the flag, so one that fits is taken.
             let vague = !state.has(layout::DESC_F_WRITE);
-            Back { index, name: state.id().into(), len: state.len(), vague }
+            UsedChain { index, id: state.id().into(), len: state.len(), vague }
         })
     }
 
     #[inline]
-    fn forward(&self, at: &mut At, count: u16) {
+    fn forward(&self, at: &mut Position, count: u16) {
         at.next_used = at.next_used.forward(count, self.ring.size());
     }
 
     #[inline]
-    fn suppress(&self, _: &Names) {
+    fn suppress(&self, _: &Ids) {
         self.driver.store(EventWord::NONE);
     }
 
-    fn enable(&self, at: &At, _: &Names) {
+    fn enable(&self, at: &Position, _: &Ids) {
         let wanted = if self.event_idx { EventWord::at(at.next_used) } else { EventWord::ALL };
         self.driver.store(wanted);
     }

@@ -6,7 +6,7 @@ use ringfence_sync::atomic::{Ordering, fence};
 use super::{
     QueueConfig, Rings,
     end::{End, Format},
-    names::{Back, Names},
+    ids::{Ids, UsedChain},
 };
 use crate::{
     Desc, RingError, layout,
@@ -23,7 +23,7 @@ pub(super) struct Areas {
 
 /// The driver's position in them.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct At {
+pub(super) struct Position {
     /// The used index when it was last read.
     seen: u16,
     /// How many chains were published at the last [`needs_kick`](super::Queue::needs_kick).
@@ -34,9 +34,9 @@ pub(super) struct At {
 pub(super) type Split = End<Areas>;
 
 impl Format for Areas {
-    type At = At;
+    type Position = Position;
 
-    fn new(config: QueueConfig, rings: Rings) -> Result<(Areas, At), RingError> {
+    fn new(config: QueueConfig, rings: Rings) -> Result<(Areas, Position), RingError> {
         let QueueConfig { size, event_idx, .. } = config;
         if !layout::is_size(size) {
             return Err(RingError::Size { size });
@@ -57,30 +57,30 @@ impl Format for Areas {
         {
             field.store(0, Ordering::Relaxed);
         }
-        Ok((areas, At { seen: 0, judged: 0 }))
+        Ok((areas, Position { seen: 0, judged: 0 }))
     }
 
     #[inline(always)]
-    fn write(&self, _: &mut At, names: &Names, descs: &[Desc]) -> u16 {
-        let head = names.first;
+    fn write(&self, _: &mut Position, ids: &Ids, descs: &[Desc]) -> u16 {
+        let head = ids.first;
         let mut tail = head;
         for (position, desc) in descs.iter().enumerate() {
             if position > 0 {
-                tail = names.after(tail);
+                tail = ids.after(tail);
             }
             let last = position + 1 == descs.len();
-            let next = (!last).then(|| names.after(tail));
+            let next = (!last).then(|| ids.after(tail));
             self.desc.store(tail, RawDesc::buffer(desc, next));
         }
-        self.enqueue(names, head);
+        self.enqueue(ids, head);
         tail
     }
 
     #[inline]
-    fn write_one(&self, _: &mut At, names: &Names, (addr, len, flags): (u64, u32, u16)) {
-        let head = names.first;
+    fn write_one(&self, _: &mut Position, ids: &Ids, (addr, len, flags): (u64, u32, u16)) {
+        let head = ids.first;
         self.desc.store(head, RawDesc { addr, len, flags, next: 0 });
-        self.enqueue(names, head);
+        self.enqueue(ids, head);
     }
 
     #[inline]
@@ -90,15 +90,15 @@ impl Format for Areas {
     }
 
     #[inline]
-    fn publish(&self, _: &mut At, names: &Names) {
+    fn publish(&self, _: &mut Position, ids: &Ids) {
         // Release: a device that reads this index (with Acquire) sees the entries of the ring, the
         // descriptors, indirect tables and the buffers' contents that were stored before.
-        self.avail.idx().store(names.added as u16, Ordering::Release);
+        self.avail.idx().store(ids.added as u16, Ordering::Release);
     }
 
     #[inline]
-    fn needs_kick(&self, at: &mut At, names: &Names) -> bool {
-        let (old, new) = (at.judged, names.published);
+    fn needs_kick(&self, at: &mut Position, ids: &Ids) -> bool {
+        let (old, new) = (at.judged, ids.published);
         if old == new {
             return false;
         }
@@ -122,15 +122,15 @@ impl Format for Areas {
 
     /// Reads the used index, once for as many chains as it announces.
     #[inline]
-    fn look(&self, at: &mut At, names: &Names, most: usize) -> Result<(), RingError> {
-        let next = names.taken as u16;
+    fn look(&self, at: &mut Position, ids: &Ids, most: usize) -> Result<(), RingError> {
+        let next = ids.taken as u16;
         if usize::from(at.seen.wrapping_sub(next)) >= most {
             return Ok(());
         }
         // Acquire pairs with the device's Release: the loads that follow see the elements up to the
         // index, and what the device wrote into their buffers.
         let idx = self.used.idx().load(Ordering::Acquire);
-        let in_flight = (names.published - names.taken) as u16;
+        let in_flight = (ids.published - ids.taken) as u16;
         if idx.wrapping_sub(next) > in_flight {
             return Err(RingError::UsedJump { next, idx, in_flight });
         }
@@ -139,30 +139,30 @@ impl Format for Areas {
     }
 
     #[inline]
-    fn next(&self, at: &At, names: &Names) -> Option<Back> {
-        let index = names.taken as u16;
+    fn next(&self, at: &Position, ids: &Ids) -> Option<UsedChain> {
+        let index = ids.taken as u16;
         (at.seen != index).then(|| {
-            let (name, len) = self.used.load(index);
-            Back { index, name, len, vague: false }
+            let (id, len) = self.used.load(index);
+            UsedChain { index, id, len, vague: false }
         })
     }
 
     #[inline]
-    fn forward(&self, _: &mut At, _: u16) {}
+    fn forward(&self, _: &mut Position, _: u16) {}
 
     #[inline]
-    fn suppress(&self, names: &Names) {
+    fn suppress(&self, ids: &Ids) {
         match self.avail.event() {
             // No event value means never; this one is half a lap of the index away, so that a
             // poller is interrupted once in 2^16 chains.
-            Some(event) => event.store(names.taken as u16 ^ 0x8000, Ordering::Relaxed),
+            Some(event) => event.store(ids.taken as u16 ^ 0x8000, Ordering::Relaxed),
             None => self.avail.flags().store(layout::AVAIL_F_NO_INTERRUPT, Ordering::Relaxed),
         }
     }
 
-    fn enable(&self, _: &At, names: &Names) {
+    fn enable(&self, _: &Position, ids: &Ids) {
         match self.avail.event() {
-            Some(event) => event.store(names.taken as u16, Ordering::Relaxed),
+            Some(event) => event.store(ids.taken as u16, Ordering::Relaxed),
             None => self.avail.flags().store(0, Ordering::Relaxed),
         }
     }
@@ -171,10 +171,10 @@ impl Format for Areas {
 impl Areas {
     /// Puts a chain into the available ring, not yet visible.
     #[inline]
-    fn enqueue(&self, names: &Names, head: u16) {
+    fn enqueue(&self, ids: &Ids, head: u16) {
         // The entry is free: it was last used `size` chains ago, and as there are never more than
         // `size` in flight, the device has since read it. Relaxed, as the stores to the descriptors
         // are: `publish` orders them all.
-        self.avail.head(names.added as u16).store(head, Ordering::Relaxed);
+        self.avail.head(ids.added as u16).store(head, Ordering::Relaxed);
     }
 }

@@ -274,6 +274,6 @@ fn first_of<T>(
 fn is_full(error: &Error) -> bool {
     matches!(
         error,
-        Error::Bounce(_) | Error::Domain(DomainError::Full { .. } | DomainError::NoMemory)
+        Error::Bounce(_) | Error::Domain(DomainError::Full { .. } | DomainError::NoMemory { .. })
     )
 }

@@ -24,7 +24,10 @@ use std::{io, os::unix::net::UnixStream};
 
 use ringfence_mem::MemError;
 use ringfence_vhost_user::FrontendError;
-use ringfence_virtq::{AddError, RingError, driver::QueueConfig};
+use ringfence_virtq::{
+    AddError, F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, RingError,
+    driver::QueueConfig,
+};
 
 pub use arrivals::{Arrivals, Expect};
 pub use ringfence_devices::net::frame::{FRAME, HEADER, PACKET, number, one_buffer, packet};
@@ -67,7 +70,7 @@ pub enum NetDriverError {
     #[error("the back end's channel: {0}")]
     Io(#[from] io::Error),
     /// The back end does not offer virtio features that were requested: these, as bits.
-    #[error("the back end does not offer features {0:#x}")]
+    #[error("the back end does not offer {}", names(*.0))]
     Features(u64),
     /// A message on the back end's channel that is not an IOTLB message: the number of its request.
     #[error("request {0} on the back end's channel is not an IOTLB message")]
@@ -75,6 +78,19 @@ pub enum NetDriverError {
     /// A ring is at an address without an entry.
     #[error("no entry for a ring at {0:#x}")]
     NoEntry(u64),
+}
+
+/// The names of the features that the drivers here request.
+fn names(features: u64) -> String {
+    let all = [
+        (F_MRG_RXBUF, "MRG_RXBUF"),
+        (F_INDIRECT_DESC, "INDIRECT_DESC"),
+        (F_VERSION_1, "VERSION_1"),
+        (F_ACCESS_PLATFORM, "ACCESS_PLATFORM"),
+        (F_RING_PACKED, "RING_PACKED"),
+    ];
+    let there = all.iter().filter(|(bit, _)| features & bit != 0);
+    there.map(|(_, name)| *name).collect::<Vec<_>>().join(", ")
 }
 
 /// How to drive a device.

@@ -59,7 +59,7 @@ impl<S: Serve> RequestQueue<S> {
         self.reap();
         if !self.mapped_at_stop {
             let over = self.in_kernel() == 0;
-            // Nothing can be completed, and nobody else does it if the guest moves.
+            // Nothing can be completed, and no other process does it if the guest moves.
             self.lost |= over && self.log.is_on() && (self.is_busy() || self.must_do_record());
             return Ok(over);
         }

@@ -3,7 +3,7 @@
 use super::Used;
 use crate::RingError;
 
-/// Our record of a name. Nothing is ever read back from the ring: the device may have changed it.
+/// Our record of an id. Nothing is ever read back from the ring: the device may have changed it.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     /// The caller's token for the chain.
@@ -12,25 +12,25 @@ struct Slot {
     seq: u64,
     /// How many bytes the device may write.
     room: u32,
-    /// The next name of the chain, or of the free list: the same link serves both, so that a whole
+    /// The next id of the chain, or of the free list: the same link serves both, so that a whole
     /// chain is freed by one store to its tail.
     next: u16,
-    /// The last name of the chain.
+    /// The last id of the chain.
     tail: u16,
     /// How many descriptors the chain takes.
     count: u16,
 }
 
-/// The `seq` of a name without a chain in flight: later than any chain.
+/// The `seq` of an id without a chain in flight: later than any chain.
 const IDLE: u64 = u64::MAX;
 
-/// The names of chains, as many as there are descriptors. On a split ring they are the descriptors:
-/// a chain has those of all its descriptors, and its own is the first. On a packed one they are
-/// buffer ids: a chain has one, and for each free descriptor there is a free id.
+/// The ids of chains, as many as there are descriptors. On a split ring they are the indices of
+/// descriptors: a chain has those of all its descriptors, and its own is the first. On a packed one
+/// they are buffer ids: a chain has one, and for each free descriptor there is a free id.
 #[derive(Debug)]
-pub(super) struct Names {
+pub(super) struct Ids {
     slots: Box<[Slot]>,
-    /// First of the free list, meaningful while `free` is not 0. The list is a stack: the name used
+    /// First of the free list, meaningful while `free` is not 0. The list is a stack: the id used
     /// last is the one most likely still in the cache.
     pub(super) first: u16,
     /// How many descriptors are free.
@@ -46,28 +46,28 @@ pub(super) struct Names {
 
 /// A chain that the device reports as given back.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Back {
+pub(super) struct UsedChain {
     /// The place of the report, for errors.
     pub(super) index: u16,
-    pub(super) name: u32,
+    pub(super) id: u32,
     pub(super) len: u32,
     /// Whether the length is to be ignored if it is invalid.
     pub(super) vague: bool,
 }
 
-impl Names {
-    pub(super) fn new(size: u16) -> Names {
-        let slot = |name: u16| Slot {
+impl Ids {
+    pub(super) fn new(size: u16) -> Ids {
+        let slot = |id: u16| Slot {
             token: 0,
             seq: IDLE,
             room: 0,
             // The last link is meaningless: by then `free` is 0.
-            next: name.wrapping_add(1),
-            tail: name,
+            next: id.wrapping_add(1),
+            tail: id,
             count: 0,
         };
         let slots = (0..size).map(slot).collect();
-        Names { slots, first: 0, free: size, added: 0, published: 0, taken: 0 }
+        Ids { slots, first: 0, free: size, added: 0, published: 0, taken: 0 }
     }
 
     pub(super) fn size(&self) -> u16 {
@@ -80,20 +80,20 @@ impl Names {
         (self.added - self.taken) as u16
     }
 
-    /// The free name after this one.
+    /// The free id after this one.
     #[inline]
-    pub(super) fn after(&self, name: u16) -> u16 {
-        self.slots[usize::from(name)].next
+    pub(super) fn after(&self, id: u16) -> u16 {
+        self.slots[usize::from(id)].next
     }
 
-    /// Records a chain of `count` descriptors under the first free name; the names up to `tail` are
+    /// Records a chain of `count` descriptors under the first free id; the ids up to `tail` are
     /// its own.
     #[inline]
     pub(super) fn add(&mut self, tail: u16, count: u16, room: u32, token: u64) {
-        let name = self.first;
+        let id = self.first;
         self.first = self.slots[usize::from(tail)].next;
         self.free -= count;
-        let slot = &mut self.slots[usize::from(name)];
+        let slot = &mut self.slots[usize::from(id)];
         (slot.token, slot.seq, slot.room) = (token, self.added, room);
         (slot.tail, slot.count) = (tail, count);
         self.added += 1;
@@ -112,8 +112,8 @@ impl Names {
     /// # Errors
     /// The device broke the rules.
     #[inline]
-    pub(super) fn take(&mut self, back: Back) -> Result<(Used, u16), RingError> {
-        let Back { index, name: id, mut len, vague } = back;
+    pub(super) fn take(&mut self, used: UsedChain) -> Result<(Used, u16), RingError> {
+        let UsedChain { index, id, mut len, vague } = used;
         let size = self.size();
         let Some(slot) = self.slots.get_mut(id as usize) else {
             return Err(RingError::UsedId { index, id, size });
