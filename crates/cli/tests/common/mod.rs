@@ -243,7 +243,7 @@ impl Process {
     }
 
     /// The state of each of its threads (`R` if it runs, or waits for a CPU).
-    fn states(&self) -> Vec<char> {
+    pub(crate) fn states(&self) -> Vec<char> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.id)).into_iter().flatten().flatten();
         let texts = tasks.filter_map(|task| fs::read_to_string(task.path().join("stat")).ok());
         // The state follows the name, which is in parentheses.

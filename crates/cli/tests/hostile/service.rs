@@ -261,15 +261,17 @@ impl Service {
         self.neighbour.as_ref().map(Neighbour::held_up).unwrap_or_default()
     }
 
-    /// Its resources once they stay the same.
+    /// Its resources once they stay the same, and none of its threads wants a CPU: one that waits for it
+    /// may be about to start another, or to close what a front end has left.
     fn settled(&self) -> Holds {
-        let mut last = self.holds();
+        let (mut last, begun) = (self.holds(), Instant::now());
         loop {
             std::thread::sleep(Duration::from_millis(100));
             let next = self.holds();
-            if next == last {
+            if next == last && !self.process().states().contains(&'R') {
                 return next;
             }
+            assert!(begun.elapsed() < LIMIT, "it does not settle: {next:?}");
             last = next;
         }
     }
