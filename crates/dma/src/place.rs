@@ -7,7 +7,7 @@ use ringfence_mem::ReadSlice;
 
 use crate::{
     Device, Direction, DmaBuffer, Error, Policy, Segment, Trust,
-    auto::{Cell, Kind},
+    auto::{Cell, Kind, Look},
     bounce::Bounced,
     counter::Count,
     flush::Span,
@@ -87,14 +87,14 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             // A sync waits for a time slice only if another thread does the work. A domain that
             // cannot defer flushes, such as one behind system calls, has finished the sync when it
             // returns.
-            let waits = || shared.means.deferred_flush && shared.sampler.clock.is_shared();
-            bouncer.auto.note(
-                cell,
-                placed.bounced.is_some(),
-                tally,
-                || shared.clock.now_ns(),
-                waits,
-            );
+            let counters = &self.port.counters;
+            let look = || Look {
+                now_ns: shared.clock.now_ns(),
+                shared: shared.means.deferred_flush && shared.sampler.clock.is_shared(),
+                mapped: counters.maps.get().saturating_sub(counters.bounced.get()),
+                waited_ns: counters.waits.map.sum().wrapping_add(counters.waits.unmap.sum()),
+            };
+            bouncer.auto.note(cell, placed.bounced.is_some(), tally, look);
         }
         Ok(placed)
     }

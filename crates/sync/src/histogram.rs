@@ -33,12 +33,17 @@ impl Histogram {
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
+    /// The sum of the values so far (wraps after 2^64).
+    pub fn sum(&self) -> u64 {
+        self.sum.load(Ordering::Relaxed)
+    }
+
     /// What was recorded so far. A value that is recorded meanwhile may be in the counts and not in
     /// the sum, or the reverse.
     pub fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot {
             counts: self.buckets.iter().map(|b| b.load(Ordering::Relaxed)).collect(),
-            sum: self.sum.load(Ordering::Relaxed),
+            sum: self.sum(),
         }
     }
 }

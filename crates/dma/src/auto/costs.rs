@@ -8,6 +8,8 @@ use crate::{Direction, bounce::Written, map_call::Sync};
 pub(super) struct Prior {
     pub(super) copy_ns: u64,
     pub(super) map_ns: u64,
+    /// Of `map_ns`: what the calls take, without the device's work.
+    pub(super) calls_ns: u64,
 }
 
 impl Prior {
@@ -16,7 +18,7 @@ impl Prior {
     }
 
     pub(super) fn reason(self) -> ChoiceReason {
-        let Prior { copy_ns, map_ns } = self;
+        let Prior { copy_ns, map_ns, .. } = self;
         ChoiceReason::Cost { copy_ns, map_ns }
     }
 }
@@ -43,14 +45,13 @@ impl Calibration {
         let copy_out = if brings_back { self.copy_ns(len, |cost| cost.out_ns)? } else { 0 };
         let (call, run) = (self.map_call_ns?, self.map_run_ns?);
         let (wall, lone) = (self.map_wall_ns?, self.map_lone_ns?);
+        let calls_ns = call.saturating_add(run.saturating_mul(runs));
         let map_ns = match sync {
             // The device is at work on one mapping while the driver makes the next.
-            Sync::Later => {
-                call.saturating_add(run.saturating_mul(runs)).max(wall.saturating_mul(runs))
-            }
+            Sync::Later => calls_ns.max(wall.saturating_mul(runs)),
             Sync::Now => lone.saturating_add(wall.saturating_mul(runs.saturating_sub(1))),
         };
-        Some(Prior { copy_ns: copy_in.saturating_add(copy_out), map_ns })
+        Some(Prior { copy_ns: copy_in.saturating_add(copy_out), map_ns, calls_ns })
     }
 
     /// The cost of the class that contains `len`; beyond the largest, scaled by the length.

@@ -4,13 +4,18 @@
 //! copies and maps cost: the driver's calls, and what the device takes for each request meanwhile.
 //! The cheaper way is chosen once for each [`Cell`], a class of mappings, and stays.
 //!
+//! What a calibration cannot foresee is how long threads wait for syncs in use: the device may be
+//! asleep, or busy with I/O. [`Auto::note`] averages that over mappings as they are made; while it
+//! is more than a copy would take, the cell's mappings are copied. As copies show nothing of it, it is
+//! forgotten after [`RECALL_NS`], and shows anew.
+//!
 //! While other threads want the CPU of a mapping thread
 //! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)), a sync waits for a time slice of the
 //! device's thread. Mappings that take less time to copy than a thread takes to wake are then
 //! copied.
 //!
-//! A map call reads its choice from [`Auto::choose`] with one load, or two where copies are short.
-//! Every [`LOOK_EVERY`] mappings [`Auto::note`] looks whether the CPU is shared.
+//! A map call reads its choice from [`Auto::choose`] with one to three loads. Every [`LOOK_EVERY`]
+//! mappings [`Auto::note`] looks at the CPU and at the waits.
 //!
 //! Both choices are strict.
 
@@ -40,7 +45,13 @@ const LINGER_NS: u64 = 100_000_000;
 /// longer one uses up CPU time that others want.
 const WAKE_NS: u64 = 10_000;
 
-/// What is known of a cell, in a word: 0 until its first mapping.
+/// How long the waits that were seen count, if no mapping shows others.
+const RECALL_NS: u64 = 1_000_000_000;
+/// Of how many looks the waits are averaged: a sync that is waited for is seldom, and long.
+const LOOKS: u32 = 8;
+
+/// What is known of a cell, in a word: 0 until its first mapping. Above the bits is for how long its
+/// mappings may wait, on average, before copies take less: in nanoseconds.
 #[derive(Clone, Copy)]
 struct Word(u32);
 
@@ -50,16 +61,27 @@ impl Word {
     const COPY: u32 = 2;
     /// They are while the CPU is shared.
     const COPY_IF_SHARED: u32 = 4;
+    const BITS: u32 = 3;
+    /// The longest wait that counts.
+    const LONGEST_NS: u32 = u32::MAX >> Word::BITS;
 
     fn new(prior: Option<Prior>) -> Word {
         let bit =
             |holds: fn(&Prior) -> bool, bit| if prior.is_some_and(|p| holds(&p)) { bit } else { 0 };
         let copy = bit(|prior| prior.copies(), Word::COPY);
-        Word(Word::KNOWN | copy | bit(|prior| prior.copy_ns < WAKE_NS, Word::COPY_IF_SHARED))
+        let hurry = bit(|prior| prior.copy_ns < WAKE_NS, Word::COPY_IF_SHARED);
+        let bearable_ns = prior.map_or(u64::MAX, |p| p.copy_ns.saturating_sub(p.calls_ns));
+        let bearable_ns = bearable_ns.min(Word::LONGEST_NS.into()) as u32;
+        Word(Word::KNOWN | copy | hurry | bearable_ns << Word::BITS)
     }
 
     fn has(self, bits: u32) -> bool {
         self.0 & bits != 0
+    }
+
+    /// Whether copies take less time than what mappings wait.
+    fn is_outweighed_by(self, wait_ns: u32) -> bool {
+        wait_ns > self.0 >> Word::BITS
     }
 }
 
@@ -68,12 +90,25 @@ impl Word {
 pub(crate) struct Tally {
     /// What is mapped, and what is copied.
     counts: [[AtomicU64; CELLS]; 2],
+    /// What there was at the last look.
+    seen: [AtomicU64; 2],
 }
 
 impl Default for Tally {
     fn default() -> Tally {
-        Tally { counts: [(); 2].map(|()| [const { AtomicU64::new(0) }; CELLS]) }
+        let counts = [(); 2].map(|()| [const { AtomicU64::new(0) }; CELLS]);
+        Tally { counts, seen: Default::default() }
     }
+}
+
+/// What a clone of a device sees of its CPU and of its waits.
+pub(crate) struct Look {
+    pub(crate) now_ns: u64,
+    /// Whether other threads want the CPU, so that a sync waits for a time slice.
+    pub(crate) shared: bool,
+    /// How many mappings were no copies, and for how long threads have waited for their syncs.
+    pub(crate) mapped: u64,
+    pub(crate) waited_ns: u64,
 }
 
 impl Tally {
@@ -99,6 +134,9 @@ pub(crate) struct Auto {
     words: [AtomicU32; CELLS],
     /// Until when the CPU counts as shared; 0 while it does not.
     shared_until_ns: AtomicU64,
+    /// How long a mapping waits on average, and until when that counts.
+    wait_ns: AtomicU32,
+    wait_until_ns: AtomicU64,
     known: Mutex<Known>,
 }
 
@@ -107,6 +145,8 @@ impl Auto {
         Auto {
             words: [const { AtomicU32::new(0) }; CELLS],
             shared_until_ns: AtomicU64::new(0),
+            wait_ns: AtomicU32::new(0),
+            wait_until_ns: AtomicU64::new(0),
             known: Mutex::new(Known { calibration: Calibration::default(), priors: [None; CELLS] }),
         }
     }
@@ -116,6 +156,7 @@ impl Auto {
         let mut known = self.known.lock();
         *known = Known { calibration, priors: [None; CELLS] };
         self.words.iter().for_each(|word| word.store(0, Relaxed));
+        self.wait_ns.store(0, Relaxed);
     }
 
     /// Whether a mapping is to be a copy.
@@ -125,7 +166,9 @@ impl Auto {
         if word.0 == 0 {
             word = self.first(cell, kind());
         }
-        word.has(Word::COPY) || word.has(Word::COPY_IF_SHARED) && self.is_shared()
+        word.has(Word::COPY)
+            || word.has(Word::COPY_IF_SHARED) && self.is_shared()
+            || word.is_outweighed_by(self.wait_ns.load(Relaxed))
     }
 
     /// The choice for a cell, by its first mapping. Waits for no other thread: while one has the
@@ -147,41 +190,53 @@ impl Auto {
         self.shared_until_ns.load(Relaxed) != 0
     }
 
-    /// Counts a mapping that was made, and looks from time to time whether the CPU is shared, so
-    /// that a sync would wait for a time slice of another thread (`shared`).
+    /// Counts a mapping that was made, and takes a look from time to time.
     #[inline]
-    pub(crate) fn note(
-        &self,
-        cell: Cell,
-        copied: bool,
-        tally: &Tally,
-        now_ns: impl Fn() -> u64,
-        shared: impl Fn() -> bool,
-    ) {
+    pub(crate) fn note(&self, cell: Cell, copied: bool, tally: &Tally, look: impl Fn() -> Look) {
         if tally.of(cell, copied).fetch_add(1, Relaxed) % LOOK_EVERY == LOOK_EVERY - 1 {
-            self.look(now_ns(), shared());
+            self.look(look(), tally);
         }
     }
 
     #[cold]
-    fn look(&self, now_ns: u64, shared: bool) {
+    fn look(&self, look: Look, tally: &Tally) {
+        let Look { now_ns, shared, mapped, waited_ns } = look;
         let until_ns = self.shared_until_ns.load(Relaxed);
         if shared {
             self.shared_until_ns.store(now_ns.saturating_add(LINGER_NS), Relaxed);
         } else if until_ns != 0 && now_ns >= until_ns {
             self.shared_until_ns.store(0, Relaxed);
         }
+        let since = |seen: &AtomicU64, now| now - seen.swap(now, Relaxed).min(now);
+        let mapped = since(&tally.seen[0], mapped);
+        let waited_ns = since(&tally.seen[1], waited_ns);
+        if self.is_shared() {
+            // A wait for another thread's time slice says nothing of the device.
+            self.wait_ns.store(0, Relaxed);
+        } else if mapped >= LOOK_EVERY / 2 {
+            let each_ns = (waited_ns / mapped).min(Word::LONGEST_NS.into()) as u32;
+            let wait_ns = self.wait_ns.load(Relaxed);
+            let wait_ns = wait_ns - wait_ns / LOOKS + each_ns / LOOKS;
+            self.wait_ns.store(wait_ns.min(Word::LONGEST_NS), Relaxed);
+            self.wait_until_ns.store(now_ns.saturating_add(RECALL_NS), Relaxed);
+        } else if now_ns >= self.wait_until_ns.load(Relaxed) {
+            self.wait_ns.store(0, Relaxed);
+        }
     }
 
     /// What was chosen, and why; `tally` is the sum over all clones.
     pub(crate) fn choices(&self, tally: &Tally) -> Choices {
-        let known = self.known.lock();
+        let (known, wait_ns) = (self.known.lock(), self.wait_ns.load(Relaxed));
         let cells = Cell::all().filter_map(|cell| {
             let word = Word(self.words[cell.index()].load(Relaxed));
             let copies = word.has(Word::COPY);
             let hurried = !copies && word.has(Word::COPY_IF_SHARED) && self.is_shared();
+            let waits = !copies && !hurried && word.is_outweighed_by(wait_ns);
             let reason = match known.priors[cell.index()] {
                 _ if hurried => ChoiceReason::Shared,
+                Some(Prior { copy_ns, .. }) if waits => {
+                    ChoiceReason::Waits { copy_ns, wait_ns: wait_ns.into() }
+                }
                 Some(prior) => prior.reason(),
                 None => ChoiceReason::Unknown,
             };
@@ -191,7 +246,7 @@ impl Auto {
                 scattered: cell.is_scattered(),
                 copied: tally.of(cell, true).load(Relaxed),
                 mapped: tally.of(cell, false).load(Relaxed),
-                copies: copies || hurried,
+                copies: copies || hurried || waits,
                 reason,
             })
         });
@@ -221,6 +276,10 @@ mod tests {
         auto
     }
 
+    fn at(now_ns: u64) -> Look {
+        Look { now_ns, shared: false, mapped: 0, waited_ns: 0 }
+    }
+
     fn choose(auto: &Auto, len: u64, runs: u64) -> bool {
         let (direction, sync, written) = (Direction::ToDevice, Sync::Later, Written::Reported);
         let kind = || Kind { direction, len, runs, sync, written };
@@ -245,7 +304,10 @@ mod tests {
     fn what_was_not_measured_is_mapped() {
         let auto = Auto::new();
         assert!(!choose(&auto, 512, 1));
-        auto.look(MS, true);
+        auto.look(Look { shared: true, ..at(MS) }, &Tally::default());
+        assert!(!choose(&auto, 512, 1));
+        let waits = Look { mapped: LOOK_EVERY, waited_ns: u64::MAX, ..at(200 * MS) };
+        auto.look(waits, &Tally::default());
         assert!(!choose(&auto, 512, 1));
         assert_eq!(auto.choices(&Tally::default()).cells[0].reason, ChoiceReason::Unknown);
         auto.restart(calibrated().choices(&Tally::default()).calibration);
@@ -258,22 +320,65 @@ mod tests {
         let auto = calibrated();
         let chosen = || [4096, 1 << 20].map(|len| choose(&auto, len, 1));
         assert_eq!(chosen(), [false, false]);
-        auto.look(7 * MS, true);
+        let look = |shared, ms| auto.look(Look { shared, ..at(ms * MS) }, &Tally::default());
+        look(true, 7);
         assert_eq!(chosen(), [true, false], "the large one takes longer than a wake-up");
         let cell = auto.choices(&Tally::default()).cells[0].clone();
         assert_eq!((cell.bytes, cell.copies, cell.reason), (4096, true, ChoiceReason::Shared));
         // A moment without another thread on the CPU changes nothing.
-        auto.look(106 * MS, false);
+        look(false, 106);
         assert_eq!(chosen(), [true, false]);
-        auto.look(107 * MS, false);
+        look(false, 107);
         assert_eq!(chosen(), [false, false]);
+    }
+
+    #[test]
+    fn what_waits_for_longer_than_a_copy_takes_is_copied() {
+        let (auto, tally) = (calibrated(), Tally::default());
+        let chosen = || [4096, 1 << 20].map(|len| choose(&auto, len, 1));
+        assert_eq!(chosen(), [false, false]);
+        // A copy takes 400 ns more than the calls.
+        let (mut mapped, mut waited_ns) = (0, 0);
+        let mut look = |each_ns, ms| {
+            mapped += LOOK_EVERY;
+            waited_ns += each_ns * LOOK_EVERY;
+            auto.look(Look { mapped, waited_ns, ..at(ms * MS) }, &tally);
+        };
+        (0..100).for_each(|_| look(350, 0));
+        assert_eq!(chosen(), [false, false]);
+        look(1000, 1);
+        assert_eq!(chosen(), [true, false]);
+        let cell = auto.choices(&tally).cells[0].clone();
+        let reason = ChoiceReason::Waits { copy_ns: 600, wait_ns: 426 };
+        assert_eq!((cell.bytes, cell.copies, cell.reason), (4096, true, reason));
+        // Copies wait for nothing; what was seen is forgotten in the end.
+        let copies = |ms| {
+            auto.look(
+                Look { mapped: 101 * LOOK_EVERY, waited_ns: u64::MAX, ..at(ms * MS) },
+                &tally,
+            );
+        };
+        copies(1000);
+        assert_eq!(chosen(), [true, false]);
+        copies(1001);
+        assert_eq!(chosen(), [false, false]);
+        // Where another thread has the CPU, waits are those for its slice.
+        let look = |shared, ms| {
+            let (mapped, waited_ns) = (201 * LOOK_EVERY, u64::MAX);
+            auto.look(Look { shared, mapped, waited_ns, ..at(ms * MS) }, &Tally::default());
+        };
+        look(false, 2000);
+        assert_eq!(chosen(), [true, true]);
+        look(true, 2000);
+        assert_eq!(chosen(), [true, false], "the small one, as the CPU is shared");
     }
 
     #[test]
     fn a_look_is_taken_now_and_then() {
         let (auto, tally) = (calibrated(), Tally::default());
         let cell = Cell::of(Direction::ToDevice, 4096, 1);
-        let note = |copied| auto.note(cell, copied, &tally, || u64::MAX, || true);
+        let look = || Look { shared: true, ..at(u64::MAX) };
+        let note = |copied| auto.note(cell, copied, &tally, look);
         (1..LOOK_EVERY).for_each(|_| note(false));
         assert!(!auto.is_shared());
         note(false);
