@@ -129,7 +129,10 @@ fn fuzz_of(promise: &Promise, root: &Path, hours: &BTreeMap<String, f64>) -> Res
         let file = root.join("fuzz/fuzz_targets").join(format!("{target}.rs"));
         ensure!(file.exists(), "there is no fuzz target {target}");
         let hours = hours.get(target).copied().unwrap_or(0.0);
-        Ok(format!("{target} ({hours:.1} h)"))
+        Ok(match hours {
+            0.1.. => format!("{target} ({hours:.1} h)"),
+            _ => format!("{target} ({:.0} min)", hours * 60.0),
+        })
     });
     Ok(cells.collect::<Result<Vec<_>>>()?.join(", "))
 }

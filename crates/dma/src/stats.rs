@@ -28,6 +28,7 @@ pub struct Exposure {
 
 /// Counts since the device was made, over all its clones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Stats {
     /// Successful map calls of all kinds (also under `off`).
     pub maps: u64,

@@ -13,6 +13,7 @@ use ringfence_sync::{
 /// Threads that map wait for `map`, those that unmap for `unmap` and `full` (the former too, if no
 /// I/O virtual address is left), and no caller for `timer`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Waits {
     /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map): each for a mapping, a piece of
     /// one, or a [`MapBatch`](crate::MapBatch) that was waited for.

@@ -25,6 +25,8 @@ macro_rules! address {
         $(#[$doc])*
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
         #[repr(transparent)]
+        // The one kind of public tuple field: each number is an address, so there is nothing that a
+        // constructor would check; vm-memory's `GuestAddress` is made the same way.
         pub struct $name(pub u64);
 
         impl Address for $name {

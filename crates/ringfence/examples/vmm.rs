@@ -8,7 +8,7 @@ use ringfence::rust_vmm::{GuestBus, IotlbAddressSpace, VmmIommu};
 use ringfence::{viommu::*, vmm::*, *};
 use std::{sync::Arc, thread, time::Duration};
 
-/// KVM would signal the descriptor when the guest writes to the doorbell.
+/// In place of a guest: KVM would signal the descriptor when the guest writes to the doorbell.
 struct Guest(EventFd);
 impl Transport for Guest {
     fn kick(&self, _queue: u16) {
@@ -20,13 +20,14 @@ impl Transport for Guest {
 }
 
 fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
+    // The VMM's part: guest memory, an endpoint, and the virtio-iommu before it.
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 16 << 20)])?;
     let (memory, shootdown) = (GuestMemoryAtomic::new(memory), Shootdown::new(4));
     let endpoint = Endpoint::new(8, Arc::clone(&shootdown), Binding::Blocked);
     let all = Geometry::new(PageSizes::X86, Range::ALL);
     let behind = Endpoints::new([Arc::clone(&endpoint)], shootdown, all, Limits::NONE);
     let iommu = VmmIommu::new(Arc::new(behind), Default::default(), Default::default())?;
-    // The guest's driver reads the configuration, accepts features and sets up a queue.
+    // The guest's part: its driver reads the configuration, accepts features and sets up a queue.
     let (config, (ring, at, size)) = (iommu.local().device().config(), (0x1_0000, 0x2_0000, 64));
     let (config, features) = (IommuConfig::parse(&config)?, negotiate(iommu.local().features()));
     iommu.local().ack_features(features.bits() | F_VERSION_1)?;
@@ -36,14 +37,14 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     let window = bus.window(at, Driver::buffer_bytes(size, &config) as u64, Access::ReadWrite)?;
     let (buffers, options) = (Buffers { window, addr: at }, DriverConfig::default());
     let driver = Driver::new(bell, front, buffers, config, features, options)?;
-    // DRIVER_OK: the VMM knows the addresses from its transport.
+    // The VMM's part at DRIVER_OK: it knows the addresses from its transport.
     let (mut queue, areas) = (VmmQueue::new(size)?, layout::offsets(size));
     queue.try_set_desc_table_address(GuestAddress(ring + areas.desc as u64))?;
     queue.try_set_avail_ring_address(GuestAddress(ring + areas.avail as u64))?;
     queue.try_set_used_ring_address(GuestAddress(ring + areas.used as u64))?;
     queue.set_ready(true);
     iommu.activate(memory.clone(), vec![(0, queue, kick)], |_queue| { /* its irqfd */ })?;
-    // The guest has mapped a page for endpoint 8, and rust-vmm's device there uses it.
+    // The VMM's device of rust-vmm behind endpoint 8 uses a page that the guest maps.
     let device = IotlbAddressSpace::new(endpoint, memory.clone()).ok_or("a reader too many")?;
     let range = Range::from_len(Iova(0x10_0000), 0x1000).ok_or("no range")?;
     let domain = driver.domain()?;

@@ -138,18 +138,15 @@ impl Rig {
             let expected = if written { 0 } else { n as u8 };
             assert!(buffer.len() == LEN && buffer.iter().all(|&byte| byte == expected), "{n}");
         }
-        let (before, after) = (self.before, self.device.stats());
-        let done = Stats {
-            maps: after.maps - before.maps,
-            unmaps: after.unmaps - before.unmaps,
-            map_calls: after.map_calls - before.map_calls,
-            map_syncs: after.map_syncs - before.map_syncs,
-            unmap_syncs: after.unmap_syncs - before.unmap_syncs,
-            flushes: after.flushes - before.flushes,
-            bounced: after.bounced - before.bounced,
-            copied_bytes: after.copied_bytes - before.copied_bytes,
-            ..after
-        };
+        let (before, mut done) = (self.before, self.device.stats());
+        done.maps -= before.maps;
+        done.unmaps -= before.unmaps;
+        done.map_calls -= before.map_calls;
+        done.map_syncs -= before.map_syncs;
+        done.unmap_syncs -= before.unmap_syncs;
+        done.flushes -= before.flushes;
+        done.bounced -= before.bounced;
+        done.copied_bytes -= before.copied_bytes;
         assert_eq!((done.maps, done.unmaps, done.map_failures), (count, count, 0));
         if done.bounced == 0 && done.queued == 0 {
             let gone = |&iova: &Iova| self.domain.iova_to_phys(iova).is_none();

@@ -1,6 +1,5 @@
 //! A made-up comparison for the tests of the reports; its figures are those of no machine.
 
-use ringfence_dma::Waits;
 use ringfence_virtio_iommu::driver::{Histogram, HistogramSnapshot};
 
 use super::*;
@@ -68,21 +67,19 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
     }
     let protected = !matches!(policy, "host" | "off");
     let lazy = policy.starts_with("lazy");
-    let waits = |ns: u64, times: u64| -> HistogramSnapshot {
+    let waited = |ns: u64, times: u64| -> HistogramSnapshot {
         let histogram = Histogram::default();
         (0..times).for_each(|n| histogram.record(ns + n));
         histogram.snapshot()
     };
     // Of a hundred I/Os.
     let maps = if lazy { syncs } else { (syncs - 1.0).max(0.0) };
-    let waits = Waits {
-        map: waits(2000, (maps * 100.0) as u64),
-        unmap: waits(3000, if lazy { 0 } else { 100 }),
-        timer: waits(20_000, if lazy { 2 } else { 0 }),
-        full: waits(9000, if lazy { 1 + 2 * u64::from(policy.contains("mq")) } else { 0 }),
-        asked: HistogramSnapshot::default(),
-    };
-    let waits = WaitsSample { waits, ios: 100, thread_ns: 10_000_000 };
+    let mut waits = WaitsSample { ios: 100, thread_ns: 10_000_000, ..WaitsSample::default() };
+    waits.waits.map = waited(2000, (maps * 100.0) as u64);
+    waits.waits.unmap = waited(3000, if lazy { 0 } else { 100 });
+    waits.waits.timer = waited(20_000, if lazy { 2 } else { 0 });
+    waits.waits.full =
+        waited(9000, if lazy { 1 + 2 * u64::from(policy.contains("mq")) } else { 0 });
     let iommu = protected.then(|| IommuSample {
         cpu_ns: per_io(300.0 * syncs),
         map_ns: per_io(190.0 * syncs),

@@ -173,17 +173,22 @@ mod tests {
         }
     }
 
+    fn waits(set: impl FnOnce(&mut Waits)) -> Waits {
+        let mut waits = Waits::default();
+        set(&mut waits);
+        waits
+    }
+
     fn lazy(policy: &str) -> PolicyRounds {
         row(
             policy,
             WaitsSample {
-                waits: Waits {
-                    map: waited(1000, 160),
-                    timer: waited(50_000, 2),
-                    full: waited(4000, 1),
-                    asked: waited(6000, 1),
-                    ..Waits::default()
-                },
+                waits: waits(|it| {
+                    it.map = waited(1000, 160);
+                    it.timer = waited(50_000, 2);
+                    it.full = waited(4000, 1);
+                    it.asked = waited(6000, 1);
+                }),
                 ios: 10,
                 thread_ns: 1_000_000,
             },
@@ -206,7 +211,7 @@ mod tests {
     #[test]
     fn the_text_says_who_waited_and_what_the_kind_of_queue_changes() {
         let strict = WaitsSample {
-            waits: Waits { map: waited(1000, 10), unmap: waited(100, 10), ..Waits::default() },
+            waits: waits(|it| (it.map, it.unmap) = (waited(1000, 10), waited(100, 10))),
             ios: 10,
             thread_ns: 1_000_000,
         };
@@ -232,10 +237,8 @@ mod tests {
 
     #[test]
     fn without_time_or_ios_there_is_no_share() {
-        let waits = WaitsSample {
-            waits: Waits { map: waited(5, 1), ..Waits::default() },
-            ..WaitsSample::default()
-        };
+        let waits =
+            WaitsSample { waits: waits(|it| it.map = waited(5, 1)), ..WaitsSample::default() };
         let rows = [row("strict", waits)];
         let waits = SyncWaits::new(&rows[0]).unwrap();
         assert_eq!((waits.map.per_io, waits.map.thread_fraction), (None, None));

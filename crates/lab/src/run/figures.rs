@@ -162,19 +162,12 @@ mod tests {
     use super::*;
 
     fn stock(maps: u64, bounced: u64) -> Stock {
-        let dma = DmaStats {
-            maps,
-            bounced,
-            copied_bytes: 4096 * bounced,
-            taken_bytes: 512,
-            alloc_time: Sampled {
-                count: (maps - bounced.min(maps)) / 5,
-                ns: 10 * maps,
-                wall_ns: 10 * maps,
-            },
-            ..DmaStats::default()
-        };
-        Stock { dma, ..Stock::default() }
+        let mut stock = Stock::default();
+        (stock.dma.maps, stock.dma.bounced) = (maps, bounced);
+        (stock.dma.copied_bytes, stock.dma.taken_bytes) = (4096 * bounced, 512);
+        let count = (maps - bounced.min(maps)) / 5;
+        stock.dma.alloc_time = Sampled { count, ns: 10 * maps, wall_ns: 10 * maps };
+        stock
     }
 
     #[test]

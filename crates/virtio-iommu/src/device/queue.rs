@@ -47,6 +47,7 @@ impl Progress {
 
 /// What a request queue has done since it was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Counters {
     /// MAP requests.
     pub maps: u64,
