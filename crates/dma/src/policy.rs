@@ -33,7 +33,7 @@ pub enum Policy {
     /// Each mapping as under [`Bounce`](Self::Bounce) or [`StrictMap`](Self::StrictMap), whichever
     /// is faster for mappings of its size on this machine. The call that puts the policy into force
     /// measures that, as a rule in less than 200 ms. While other threads want the CPU, what copies
-    /// in less than a wake-up is copied.
+    /// in less than a wake-up is copied; and while threads wait long for syncs, what copies sooner.
     /// [`Device::choices`](crate::Device::choices) returns what was chosen, and why.
     Auto,
 }

@@ -81,12 +81,13 @@ pub enum ChoiceReason {
         /// What a map and its unmap are expected to cost, in nanoseconds.
         map_ns: u64,
     },
-    /// They are copied: threads wait for the syncs of a mapping longer than a copy takes.
+    /// They are copied: a map costs more in use, as threads wait for its syncs.
     Waits {
         /// What a copy is expected to cost, in nanoseconds.
         copy_ns: u64,
-        /// How long threads waited for a mapping of any kind, on average, in nanoseconds.
-        wait_ns: u64,
+        /// What the calls of a map and its unmap are expected to cost, and what threads waited for a
+        /// mapping of any kind, on average: together, in nanoseconds.
+        map_ns: u64,
     },
     /// Other threads want the CPU: a copy waits for no other thread, and takes less time than
     /// waking one.
@@ -100,8 +101,8 @@ impl fmt::Display for ChoiceReason {
             ChoiceReason::Cost { copy_ns, map_ns } => {
                 write!(f, "calibrated: copy {}, map {}", Time(copy_ns), Time(map_ns))
             }
-            ChoiceReason::Waits { copy_ns, wait_ns } => {
-                write!(f, "in use: copy {}, waits for maps {}", Time(copy_ns), Time(wait_ns))
+            ChoiceReason::Waits { copy_ns, map_ns } => {
+                write!(f, "in use: copy {}, map {} with waits", Time(copy_ns), Time(map_ns))
             }
             ChoiceReason::Shared => write!(f, "the CPU is shared, and a copy waits for no thread"),
         }
@@ -210,7 +211,7 @@ mod tests {
             },
             cells: vec![
                 cell(false, ChoiceReason::Cost { copy_ns: 900, map_ns: 400 }),
-                cell(true, ChoiceReason::Waits { copy_ns: 900, wait_ns: 4000 }),
+                cell(true, ChoiceReason::Waits { copy_ns: 900, map_ns: 4000 }),
                 cell(true, ChoiceReason::Shared),
             ],
         };
@@ -219,7 +220,7 @@ mod tests {
             "calibrated in 950 ns: mapping could not be measured",
             "copy    1 MiB: in 80.0 us, out 1.5 ms",
             "from device     64 KiB several map             7            9  calibrated: copy 900 ns, map 400 ns\n",
-            "copy            7            9  in use: copy 900 ns, waits for maps 4.0 us\n",
+            "copy            7            9  in use: copy 900 ns, map 4.0 us with waits\n",
             "copy            7            9  the CPU is shared, and a copy waits for no thread\n",
         ] {
             assert!(table.contains(wanted), "{wanted:?} is missing in\n{table}");

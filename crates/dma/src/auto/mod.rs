@@ -2,12 +2,12 @@
 //!
 //! When the policy comes into force, [`calibrate()`] measures on this machine, over this domain, what
 //! copies and maps cost: the driver's calls, and what the device takes for each request meanwhile.
-//! The cheaper way is chosen once for each [`Cell`], a class of mappings, and stays.
+//! The cheaper way is chosen once for each [`Cell`], a class of mappings.
 //!
 //! What a calibration cannot foresee is how long threads wait for syncs in use: the device may be
-//! asleep, or busy with I/O. [`Auto::note`] averages that over mappings as they are made; while it
-//! is more than a copy would take, the cell's mappings are copied. As copies show nothing of it, it is
-//! forgotten after [`RECALL_NS`], and shows anew.
+//! asleep, or busy with I/O. [`Auto::note`] averages that over the mappings of all cells, as syncs are
+//! shared. Cells whose copies take less than calls and waits together are then copied. Copies show
+//! nothing of it: [`RECALL_NS`] after the last mapping that did it is forgotten, and shows anew.
 //!
 //! While other threads want the CPU of a mapping thread
 //! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)), a sync waits for a time slice of the
@@ -35,8 +35,7 @@ use self::{cell::CELLS, costs::Prior};
 pub(crate) use self::{cell::Cell, costs::Kind};
 pub use choices::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 
-/// How many mappings of a cell a clone of a device makes between two looks at its CPU; a power of
-/// two.
+/// How many mappings of a cell a clone of a device makes between two looks; a power of two.
 const LOOK_EVERY: u64 = 32;
 /// For how long a CPU counts as shared after it was last seen to be.
 const LINGER_NS: u64 = 100_000_000;
@@ -47,8 +46,10 @@ const WAKE_NS: u64 = 10_000;
 
 /// How long the waits that were seen count, if no mapping shows others.
 const RECALL_NS: u64 = 1_000_000_000;
-/// Of how many looks the waits are averaged: a sync that is waited for is seldom, and long.
-const LOOKS: u32 = 8;
+/// The waits of so many mappings of a clone are one sample, and an average is of so many samples: a
+/// sync that is waited for is seldom, and long. One of them must not decide.
+const SAMPLE: u64 = 256;
+const SAMPLES: u32 = 8;
 
 /// What is known of a cell, in a word: 0 until its first mapping. Above the bits is for how long its
 /// mappings may wait, on average, before copies take less: in nanoseconds.
@@ -90,18 +91,20 @@ impl Word {
 pub(crate) struct Tally {
     /// What is mapped, and what is copied.
     counts: [[AtomicU64; CELLS]; 2],
-    /// What there was at the last look.
+    /// What there was at the last sample: mappings, and their waits; and in which calibration.
     seen: [AtomicU64; 2],
+    epoch: AtomicU32,
 }
 
 impl Default for Tally {
     fn default() -> Tally {
         let counts = [(); 2].map(|()| [const { AtomicU64::new(0) }; CELLS]);
-        Tally { counts, seen: Default::default() }
+        Tally { counts, seen: Default::default(), epoch: AtomicU32::new(0) }
     }
 }
 
-/// What a clone of a device sees of its CPU and of its waits.
+/// What a clone of a device sees of its CPU and of its waits. Batches map by a clone of their own: the
+/// waits for what they map count, those for what they unmap do not.
 pub(crate) struct Look {
     pub(crate) now_ns: u64,
     /// Whether other threads want the CPU, so that a sync waits for a time slice.
@@ -137,6 +140,8 @@ pub(crate) struct Auto {
     /// How long a mapping waits on average, and until when that counts.
     wait_ns: AtomicU32,
     wait_until_ns: AtomicU64,
+    /// Counts calibrations: what a clone did under another policy is no sample.
+    epoch: AtomicU32,
     known: Mutex<Known>,
 }
 
@@ -147,6 +152,7 @@ impl Auto {
             shared_until_ns: AtomicU64::new(0),
             wait_ns: AtomicU32::new(0),
             wait_until_ns: AtomicU64::new(0),
+            epoch: AtomicU32::new(0),
             known: Mutex::new(Known { calibration: Calibration::default(), priors: [None; CELLS] }),
         }
     }
@@ -157,6 +163,7 @@ impl Auto {
         *known = Known { calibration, priors: [None; CELLS] };
         self.words.iter().for_each(|word| word.store(0, Relaxed));
         self.wait_ns.store(0, Relaxed);
+        self.epoch.fetch_add(1, Relaxed);
     }
 
     /// Whether a mapping is to be a copy.
@@ -207,17 +214,25 @@ impl Auto {
         } else if until_ns != 0 && now_ns >= until_ns {
             self.shared_until_ns.store(0, Relaxed);
         }
-        let since = |seen: &AtomicU64, now| now - seen.swap(now, Relaxed).min(now);
-        let mapped = since(&tally.seen[0], mapped);
-        let waited_ns = since(&tally.seen[1], waited_ns);
-        if self.is_shared() {
+        let [seen_mapped, seen_waited_ns] = &tally.seen;
+        let rebase = || {
+            seen_mapped.store(mapped, Relaxed);
+            seen_waited_ns.store(waited_ns, Relaxed);
+        };
+        let more = mapped.saturating_sub(seen_mapped.load(Relaxed));
+        let epoch = self.epoch.load(Relaxed);
+        if tally.epoch.swap(epoch, Relaxed) != epoch {
+            rebase();
+        } else if self.is_shared() {
             // A wait for another thread's time slice says nothing of the device.
+            rebase();
             self.wait_ns.store(0, Relaxed);
-        } else if mapped >= LOOK_EVERY / 2 {
-            let each_ns = (waited_ns / mapped).min(Word::LONGEST_NS.into()) as u32;
+        } else if more >= SAMPLE {
+            let waited_ns = waited_ns.saturating_sub(seen_waited_ns.load(Relaxed));
+            rebase();
+            let each_ns = (waited_ns / more).min(Word::LONGEST_NS.into()) as u32;
             let wait_ns = self.wait_ns.load(Relaxed);
-            let wait_ns = wait_ns - wait_ns / LOOKS + each_ns / LOOKS;
-            self.wait_ns.store(wait_ns.min(Word::LONGEST_NS), Relaxed);
+            self.wait_ns.store(wait_ns - wait_ns / SAMPLES + each_ns / SAMPLES, Relaxed);
             self.wait_until_ns.store(now_ns.saturating_add(RECALL_NS), Relaxed);
         } else if now_ns >= self.wait_until_ns.load(Relaxed) {
             self.wait_ns.store(0, Relaxed);
@@ -234,8 +249,8 @@ impl Auto {
             let waits = !copies && !hurried && word.is_outweighed_by(wait_ns);
             let reason = match known.priors[cell.index()] {
                 _ if hurried => ChoiceReason::Shared,
-                Some(Prior { copy_ns, .. }) if waits => {
-                    ChoiceReason::Waits { copy_ns, wait_ns: wait_ns.into() }
+                Some(Prior { copy_ns, calls_ns, .. }) if waits => {
+                    ChoiceReason::Waits { copy_ns, map_ns: calls_ns + u64::from(wait_ns) }
                 }
                 Some(prior) => prior.reason(),
                 None => ChoiceReason::Unknown,
@@ -306,7 +321,7 @@ mod tests {
         assert!(!choose(&auto, 512, 1));
         auto.look(Look { shared: true, ..at(MS) }, &Tally::default());
         assert!(!choose(&auto, 512, 1));
-        let waits = Look { mapped: LOOK_EVERY, waited_ns: u64::MAX, ..at(200 * MS) };
+        let waits = Look { mapped: SAMPLE, waited_ns: u64::MAX, ..at(200 * MS) };
         auto.look(waits, &Tally::default());
         assert!(!choose(&auto, 512, 1));
         assert_eq!(auto.choices(&Tally::default()).cells[0].reason, ChoiceReason::Unknown);
@@ -337,40 +352,42 @@ mod tests {
         let (auto, tally) = (calibrated(), Tally::default());
         let chosen = || [4096, 1 << 20].map(|len| choose(&auto, len, 1));
         assert_eq!(chosen(), [false, false]);
-        // A copy takes 400 ns more than the calls.
         let (mut mapped, mut waited_ns) = (0, 0);
-        let mut look = |each_ns, ms| {
-            mapped += LOOK_EVERY;
-            waited_ns += each_ns * LOOK_EVERY;
+        let mut look = |count, each_ns, ms| {
+            mapped += count;
+            waited_ns += each_ns * count;
             auto.look(Look { mapped, waited_ns, ..at(ms * MS) }, &tally);
+            (mapped, waited_ns)
         };
-        (0..100).for_each(|_| look(350, 0));
+        // What was before the policy came into force does not count.
+        look(100 * SAMPLE, 1_000_000, 0);
+        // A copy takes 400 ns more than the calls.
+        (0..100).for_each(|_| _ = look(SAMPLE, 350, 0));
         assert_eq!(chosen(), [false, false]);
-        look(1000, 1);
+        // In parts, as between copies of other cells.
+        look(SAMPLE / 2, 1000, 1);
+        assert_eq!(chosen(), [false, false]);
+        let (mapped, waited_ns) = look(SAMPLE / 2, 1000, 1);
         assert_eq!(chosen(), [true, false]);
         let cell = auto.choices(&tally).cells[0].clone();
-        let reason = ChoiceReason::Waits { copy_ns: 600, wait_ns: 426 };
+        let reason = ChoiceReason::Waits { copy_ns: 600, map_ns: 626 };
         assert_eq!((cell.bytes, cell.copies, cell.reason), (4096, true, reason));
         // Copies wait for nothing; what was seen is forgotten in the end.
-        let copies = |ms| {
-            auto.look(
-                Look { mapped: 101 * LOOK_EVERY, waited_ns: u64::MAX, ..at(ms * MS) },
-                &tally,
-            );
-        };
+        let copies = |ms| auto.look(Look { mapped, waited_ns, ..at(ms * MS) }, &tally);
         copies(1000);
         assert_eq!(chosen(), [true, false]);
         copies(1001);
         assert_eq!(chosen(), [false, false]);
         // Where another thread has the CPU, waits are those for its slice.
-        let look = |shared, ms| {
-            let (mapped, waited_ns) = (201 * LOOK_EVERY, u64::MAX);
-            auto.look(Look { shared, mapped, waited_ns, ..at(ms * MS) }, &Tally::default());
+        let look = |shared, mapped| {
+            auto.look(Look { shared, mapped, waited_ns: u64::MAX, ..at(2000 * MS) }, &tally);
         };
-        look(false, 2000);
+        look(false, mapped + SAMPLE);
         assert_eq!(chosen(), [true, true]);
-        look(true, 2000);
+        look(true, mapped + 2 * SAMPLE);
         assert_eq!(chosen(), [true, false], "the small one, as the CPU is shared");
+        auto.restart(calibrated().choices(&tally).calibration);
+        assert_eq!(auto.wait_ns.load(Relaxed), 0);
     }
 
     #[test]
