@@ -131,7 +131,8 @@ fn fuzz_of(promise: &Promise, root: &Path, hours: &BTreeMap<String, f64>) -> Res
         let hours = hours.get(target).copied().unwrap_or(0.0);
         Ok(match hours {
             0.1.. => format!("{target} ({hours:.1} h)"),
-            _ => format!("{target} ({:.0} min)", hours * 60.0),
+            0.01.. => format!("{target} ({:.0} min)", hours * 60.0),
+            _ => format!("{target} (in tests and soaks)"),
         })
     });
     Ok(cells.collect::<Result<Vec<_>>>()?.join(", "))

@@ -27,7 +27,7 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     let all = Geometry::new(PageSizes::X86, Range::ALL);
     let behind = Endpoints::new([Arc::clone(&endpoint)], shootdown, all, Limits::NONE);
     let iommu = VmmIommu::new(Arc::new(behind), Default::default(), Default::default())?;
-    // The guest's part: its driver reads the configuration, accepts features and sets up a queue.
+    // The guest's driver sets up its queue; `ack_features`, the kick and the ring's place are ours.
     let (config, (ring, at, size)) = (iommu.local().device().config(), (0x1_0000, 0x2_0000, 64));
     let (config, features) = (IommuConfig::parse(&config)?, negotiate(iommu.local().features()));
     iommu.local().ack_features(features.bits() | F_VERSION_1)?;
@@ -44,7 +44,7 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     queue.try_set_used_ring_address(GuestAddress(ring + areas.used as u64))?;
     queue.set_ready(true);
     iommu.activate(memory.clone(), vec![(0, queue, kick)], |_queue| { /* its irqfd */ })?;
-    // The VMM's device of rust-vmm behind endpoint 8 uses a page that the guest maps.
+    // A device of rust-vmm behind endpoint 8; the guest maps a page; the device uses it.
     let device = IotlbAddressSpace::new(endpoint, memory.clone()).ok_or("a reader too many")?;
     let range = Range::from_len(Iova(0x10_0000), 0x1000).ok_or("no range")?;
     let domain = driver.domain()?;
