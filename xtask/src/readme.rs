@@ -7,9 +7,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{steps::commit, workspace::root};
-
-const FILES: &[&str] = &["README.md", "docs/performance.md", "docs/protocol.md", "docs/vfio.md"];
+use crate::{
+    steps::{TABLES, commit},
+    workspace::root,
+};
 
 /// Replaces the text between `<!-- run: COMMAND -->` and `<!-- end -->` by a code block with the
 /// command, what it prints, and the commit; those whose command contains `only`, if that is given.
@@ -17,9 +18,9 @@ pub(crate) fn regenerate(only: Option<&str>) -> Result<()> {
     // Before a file is written: of an unchanged tree it says so.
     let made = commit("")?.trim().replace('\n', "; ");
     let mut count = 0;
-    for name in FILES {
+    for name in TABLES {
         let file = root().join(name);
-        let text = fs::read_to_string(&file).with_context(|| (*name).to_owned())?;
+        let text = fs::read_to_string(&file).with_context(|| name.to_owned())?;
         if !text.contains("<!-- run: ") {
             bail!("{name} has no `<!-- run: COMMAND -->`");
         }
@@ -49,7 +50,7 @@ pub(crate) fn regenerate(only: Option<&str>) -> Result<()> {
         bail!(
             "no `<!-- run: COMMAND -->` with {:?} in {}",
             only.unwrap_or_default(),
-            FILES.join(", ")
+            TABLES.join(", ")
         );
     }
     println!("{count} blocks regenerated");

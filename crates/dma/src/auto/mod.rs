@@ -250,7 +250,7 @@ impl Auto {
             let reason = match known.priors[cell.index()] {
                 _ if hurried => ChoiceReason::Shared,
                 Some(Prior { copy_ns, calls_ns, .. }) if waits => {
-                    ChoiceReason::Waits { copy_ns, map_ns: calls_ns + u64::from(wait_ns) }
+                    ChoiceReason::Waits { copy_ns, map_ns: calls_ns.saturating_add(wait_ns.into()) }
                 }
                 Some(prior) => prior.reason(),
                 None => ChoiceReason::Unknown,
