@@ -14,14 +14,14 @@ use crate::aperture::GranuleRequest;
 
 /// Slabs in a page: 4 KiB of them.
 #[cfg(not(loom))]
-const PAGE: usize = 64;
+const PAGE: usize = 32;
 #[cfg(loom)]
 const PAGE: usize = 2;
 
 /// The state that all CPUs share.
 pub(super) struct Core {
     pub(super) tree: Tree,
-    /// Ranges that are in no slab: first and last granule of each.
+    /// Ranges that are in no slab, or in none any more: first and last granule of each.
     pub(super) exact: BTreeMap<u64, u64>,
     /// Reserved ranges: first and last granule of each, not touching one another.
     pub(super) reserved: BTreeMap<u64, u64>,
@@ -29,7 +29,7 @@ pub(super) struct Core {
     /// ones would forbid the handles.
     pub(super) pages: Vec<Arc<[Slab]>>,
     /// Slabs not in use.
-    unused: Vec<Handle>,
+    pub(super) unused: Vec<Handle>,
     /// Searches of the tree.
     pub(super) searches: u64,
     /// How many ranges came from the tree.
@@ -49,7 +49,7 @@ impl Core {
         }
     }
 
-    /// All slabs there are.
+    /// All slabs that own ranges.
     pub(super) fn slabs(&self) -> impl Iterator<Item = &Slab> {
         self.pages.iter().flat_map(|page| page.iter()).filter(|slab| slab.owned() != 0)
     }
@@ -120,21 +120,16 @@ impl Core {
         }
     }
 
-    /// Takes a range at `number` and records it: as a range of a slab if its alignment allows,
+    /// Takes a range at `number` and records it: as a range of a slab if its size and alignment allow,
     /// otherwise on its own.
     pub(super) fn enter(&mut self, indexes: &[Index], number: u64, count: u64) {
         self.tree.take(number, count);
         let class = order_of(count);
-        let aligned = number.trailing_zeros() >= class;
-        match indexes.get(class as usize).filter(|_| aligned) {
+        let whole = number.trailing_zeros() >= class && count.is_power_of_two();
+        match indexes.get(class as usize).filter(|_| whole) {
             Some(index) => {
                 let slot = slot_of(number, class);
-                let slab = self.slab_at(index, Key::of(number, class));
-                if count == 1 << class {
-                    slab.own(1 << slot);
-                } else {
-                    slab.own_trimmed(slot, count as u32);
-                }
+                self.slab_at(index, Key::of(number, class)).own(1 << slot);
             }
             None => {
                 self.exact.insert(number, number + (count - 1));
@@ -148,6 +143,24 @@ impl Core {
         self.take_back(indexes, slab, free);
     }
 
+    /// Takes the free ranges out of all loose slabs.
+    pub(super) fn withdraw_loose(&mut self, indexes: &[Index]) {
+        for page in 0..self.pages.len() {
+            for number in 0..PAGE {
+                self.withdraw_if_loose(indexes, Handle::new(&self.pages[page][number]));
+            }
+        }
+    }
+
+    /// Takes the free range out of a slab if it is loose.
+    pub(super) fn withdraw_if_loose(&mut self, indexes: &[Index], slab: Handle) {
+        if slab.owned() != 0
+            && let Some(free) = slab.freeze_loose()
+        {
+            self.take_back(indexes, slab, free);
+        }
+    }
+
     /// Ends the freezing of a slab that is in no list: its `free` ranges go back to the tree.
     pub(super) fn take_back(&mut self, indexes: &[Index], slab: Handle, free: u32) {
         let class = slab.class();
@@ -159,7 +172,7 @@ impl Core {
             self.tree.give(slab.key().number(from), u64::from(length) << class);
             rest &= u64::MAX << (from + length);
         }
-        if slab.owned() == 0 {
+        if slab.is_empty() {
             self.retire(indexes, slab);
         } else {
             slab.thaw_detached();
@@ -175,7 +188,7 @@ impl Core {
 
     /// Retires a slab if it owns nothing and is attached to no CPU.
     pub(super) fn retire_lost(&mut self, indexes: &[Index], slab: Handle) {
-        if slab.owned() == 0 && !slab.is_attached() && !slab.is_frozen() {
+        if slab.is_empty() && !slab.is_attached() && !slab.is_frozen() {
             let free = slab.freeze();
             debug_assert_eq!(free, 0);
             self.retire(indexes, slab);
@@ -184,13 +197,15 @@ impl Core {
 
     /// Cuts off the unused tails of all ranges that are shorter than their class.
     pub(super) fn trim(&mut self) {
-        let Core { pages, tree, .. } = self;
-        for slab in pages.iter().flat_map(|page| page.iter()) {
-            if slab.owned() != 0 && slab.has_sizes() {
-                let free = slab.freeze();
-                slab.trim(free, |number, count| tree.give(number, count));
-                slab.thaw(free);
-            }
+        let Core { pages, tree, exact, .. } = self;
+        let slabs = pages.iter().flat_map(|page| page.iter());
+        for slab in slabs.filter(|slab| slab.owned() != 0 && slab.has_shorter()) {
+            let free = slab.freeze();
+            slab.cut_tails(free, |number, count, tail| {
+                exact.insert(number, number + (count - 1));
+                tree.give(number + count, tail);
+            });
+            slab.thaw(free);
         }
     }
 

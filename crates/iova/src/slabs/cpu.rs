@@ -1,14 +1,14 @@
 //! Per-CPU state: the current slabs, and lists of further slabs with free ranges.
 
-use core::ptr;
+use core::{array, ptr};
 
 use ringfence_sync::{
-    atomic::{AtomicPtr, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
     lock::SpinLock,
 };
 
 use super::{
-    key::Listing,
+    key::{Key, Listing},
     slab::{Claimed, Handle, Slab},
 };
 
@@ -24,6 +24,11 @@ pub(super) const MAX_ZONES: usize = 4;
 #[cfg(loom)]
 pub(super) const MAX_ZONES: usize = 1;
 const LISTS: usize = MAX_CLASSES * MAX_ZONES;
+/// How many loose slabs a CPU remembers of a bin: with their number they fill a cache line.
+#[cfg(not(loom))]
+const LOOSE: usize = 7;
+#[cfg(loom)]
+const LOOSE: usize = 1;
 
 /// The list index of a class in a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,13 +52,27 @@ pub(super) struct Cpu {
     /// Updated without a locked instruction, which would take as long as the allocation itself: a
     /// thread that migrates between CPUs in the middle may lose a count.
     pub(super) allocs: AtomicU64,
+    /// Whether the CPU keeps slabs at all. Written under the lock of the lists.
+    online: AtomicBool,
+    /// A free here has left a slab loose since that was last asked.
+    loosened: AtomicBool,
+    loose: [Loose; LISTS],
     pub(super) lists: SpinLock<Lists>,
+}
+
+/// The slabs of a bin that frees on this CPU have left loose, the last one first.
+///
+/// It is changed without locked instructions: two threads that run here in turn may lose one of them, or remember
+/// one twice. Nothing depends on it: what is remembered is asked whether it is loose, and what is
+/// forgotten is attached by its next free, and found when [everything](super::Slabs::withdraw_all) is taken back.
+#[repr(align(64))]
+struct Loose {
+    count: AtomicUsize,
+    slabs: [AtomicPtr<Slab>; LOOSE],
 }
 
 /// A CPU's slabs with free ranges, besides the current ones.
 pub(super) struct Lists {
-    /// Whether the CPU keeps slabs at all.
-    pub(super) online: bool,
     /// The CPU's number.
     cpu: usize,
     lists: [List; LISTS],
@@ -70,10 +89,15 @@ struct List {
 impl Cpu {
     pub(super) fn new(number: usize) -> Cpu {
         Cpu {
-            current: core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())),
+            current: array::from_fn(|_| AtomicPtr::new(ptr::null_mut())),
             allocs: AtomicU64::new(0),
+            online: AtomicBool::new(true),
+            loosened: AtomicBool::new(false),
+            loose: array::from_fn(|_| Loose {
+                count: AtomicUsize::new(0),
+                slabs: array::from_fn(|_| AtomicPtr::new(ptr::null_mut())),
+            }),
             lists: SpinLock::new(Lists {
-                online: true,
                 cpu: number,
                 lists: [List { head: None, tail: None, idle: 0 }; LISTS],
             }),
@@ -90,6 +114,69 @@ impl Cpu {
     fn set_current(&self, bin: Bin, slab: Option<Handle>) {
         let slab = slab.map_or(ptr::null_mut(), Handle::as_ptr);
         self.current[bin.0].store(slab, Ordering::Release);
+    }
+
+    /// Under the lock of the lists; or a hint, but for a free that has left a slab loose: if the CPU has gone
+    /// offline before [`Core::withdraw_loose`](super::Core::withdraw_loose) looked at the slab, it is seen.
+    pub(super) fn is_online(&self) -> bool {
+        self.online.load(Ordering::Relaxed)
+    }
+
+    /// Under the lock of the lists.
+    pub(super) fn set_online(&self, online: bool) {
+        self.online.store(online, Ordering::Relaxed);
+    }
+
+    /// A range of a slab that a free here has left loose.
+    #[inline]
+    pub(super) fn take_loose(&self, bin: Bin) -> Option<(Handle, u32)> {
+        let loose = &self.loose[bin.0];
+        loop {
+            let last = loose.count.load(Ordering::Relaxed).checked_sub(1)?;
+            // Acquire: the slab is seen initialised.
+            let slab = Handle::from_ptr(loose.slabs[last].load(Ordering::Acquire));
+            loose.count.store(last, Ordering::Relaxed);
+            if let Some(slab) = slab
+                && let Some(slot) = slab.take_loose()
+            {
+                return Some((slab, slot));
+            }
+        }
+    }
+
+    /// Frees a range of a detached slab, which is loose then, and remembers the slab. False: it is to be
+    /// attached.
+    #[inline]
+    pub(super) fn give_loose(&self, bin: Bin, slab: Handle, key: Key, slot: u32) -> bool {
+        let loose = &self.loose[bin.0];
+        let count = loose.count.load(Ordering::Relaxed);
+        if count >= LOOSE || !slab.give_loose(key, slot) {
+            return false;
+        }
+        loose.slabs[count].store(slab.as_ptr(), Ordering::Release);
+        loose.count.store(count + 1, Ordering::Relaxed);
+        self.loosened.store(true, Ordering::Relaxed);
+        true
+    }
+
+    /// Forgets a slab that is about to be attached, if it was the last one to become loose: ranges that are
+    /// freed in order would leave nothing but such.
+    pub(super) fn forget_loose(&self, bin: Bin, slab: Handle) {
+        let loose = &self.loose[bin.0];
+        let Some(last) = loose.count.load(Ordering::Relaxed).checked_sub(1) else { return };
+        if loose.slabs[last].load(Ordering::Relaxed) == slab.as_ptr() {
+            loose.count.store(last, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a slab may have become loose here since the last call. Under the core's lock; `withdraw_loose` must
+    /// follow. A free whose exchange comes after that sets the flag after it was cleared here.
+    pub(super) fn has_loosened(&self) -> bool {
+        let loosened = self.loosened.load(Ordering::Relaxed);
+        if loosened {
+            self.loosened.store(false, Ordering::Relaxed);
+        }
+        loosened
     }
 
     #[inline]
@@ -123,7 +210,7 @@ impl Cpu {
                     }
                     return Some((slab, slot));
                 }
-                Claimed::None if slab.owned() == 0 => lost(slab),
+                Claimed::None if slab.is_empty() => lost(slab),
                 Claimed::None => {}
                 Claimed::Frozen => {
                     // The thread that froze it, under the core's lock, is about to decide what
@@ -187,7 +274,7 @@ impl Lists {
     fn displace(&mut self, bin: Bin, slab: Handle, lost: &mut impl FnMut(Handle)) {
         if !slab.displace() {
             self.push(bin, slab);
-        } else if slab.owned() == 0 {
+        } else if slab.is_empty() {
             lost(slab);
         }
     }

@@ -26,7 +26,7 @@ use crate::{
 use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
 use index::Index;
 use key::{Key, SLOT_BITS, SLOTS, slot_of};
-use slab::{Freed, Handle};
+use slab::{Freed, Handle, MOST_SHORTER};
 use tree::{Tree, order_of};
 
 /// The largest size class: 1 GiB, what the largest page of an IOMMU maps. Larger ranges are few and
@@ -97,22 +97,22 @@ impl Default for SlabConfig {
 /// first, so that buffers mapped one after the other are neighbours, in one page of the translation
 /// table. A free finds the slab by the address and sets its bit: another exchange, which always
 /// detects a double free, a wrong size and a range that was never allocated. (A wrong free that
-/// meets another free of the same range at the same time may be taken for that one.) Neither waits
-/// for another thread.
+/// meets another free of the same range at the same time may be taken for that one, or for one of the range's
+/// next owner, or make that one's fail.) Neither waits for another thread.
 ///
-/// Slabs play the part of magazines: those with free ranges wait in a list of the CPU; those that
-/// are all free are kept up to a [bound](SlabConfig::idle_slabs), beyond which they go back. They
-/// come from a tree of the free granules, under one lock, in which every operation takes
+/// Slabs play the part of magazines: those with free ranges wait in a list of the CPU, or are remembered by it if
+/// they have but one; those that are all free are kept up to a [bound](SlabConfig::idle_slabs), beyond which
+/// they go back. They come from a tree of the free granules, under one lock, in which every operation takes
 /// logarithmic time: no live set makes it slow. Memory is in proportion to the most that was
 /// allocated at once, not to the aperture.
 ///
-/// When nothing is left, the allocator takes back what all CPUs keep (rule [L11]), and then even
-/// the unused tails of ranges that are shorter than their class: a naturally aligned request
-/// ([`Align::Size`]) fails only if there is no aligned hole. The same holds for other alignments,
+/// When nothing is left, the allocator takes back what all CPUs keep (rule [L11]), which takes a look at every
+/// slab, and then even the unused tails of ranges that are shorter than their class: a naturally aligned
+/// request ([`Align::Size`]) fails only if there is no aligned hole. The same holds for other alignments,
 /// but when nothing aligned to its size is left, such a request examines every hole.
 ///
-/// Ranges larger than 1 GiB, and those that are not aligned to their size, are kept apart, in a
-/// sorted map.
+/// Ranges larger than 1 GiB, those that are not aligned to their size, and those whose tails have been
+/// cut off, are kept apart, in a sorted map; so is what is short of a class of more than 2^17 granules.
 ///
 /// ```
 /// use ringfence_iova::{Allocator, Aperture, Request, Slabs};
@@ -232,18 +232,20 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let Some(cpu) = self.cpus.get(cpu) else { return };
         let mut core = self.core.lock();
         let mut lists = cpu.lists.lock();
-        lists.online = false;
+        cpu.set_online(false);
         for bin in Bin::all() {
             while let Some(slab) = cpu.strip(&mut lists, bin) {
                 core.withdraw(&self.indexes, slab);
             }
         }
+        core.withdraw_loose(&self.indexes);
     }
 
     /// Lets `cpu` keep slabs again.
     pub fn online(&self, cpu: usize) {
         if let Some(cpu) = self.cpus.get(cpu) {
-            cpu.lists.lock().online = true;
+            let _lists = cpu.lists.lock();
+            cpu.set_online(true);
         }
     }
 
@@ -256,6 +258,10 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
                     core.withdraw(&self.indexes, slab);
                 }
             }
+        }
+        // All of them are asked.
+        if self.cpus.iter().fold(false, |any, cpu| cpu.has_loosened() | any) {
+            core.withdraw_loose(&self.indexes);
         }
     }
 
@@ -294,11 +300,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
     fn holder(&self, core: &Core, number: u64) -> Option<()> {
         let in_slab = self.indexes.iter().zip(0u32..).any(|(index, class)| {
             let (key, slot) = (Key::of(number, class), slot_of(number, class));
-            index.with(key).is_some_and(|slab| {
-                let taken = slab.owned() & !slab.free() & 1 << slot != 0;
-                let (size, trimmed) = slab.size(slot);
-                taken && (!trimmed || number - key.number(slot) < size)
-            })
+            index.with(key).is_some_and(|slab| slab.owned() & !slab.free() & 1 << slot != 0)
         });
         (in_slab || core.exact_holds(number)).then_some(())
     }
@@ -328,8 +330,11 @@ impl<C: CpuId, const CHECKED: bool> Allocator for Slabs<C, CHECKED> {
 
     #[inline]
     fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
-        let mut odd = 0;
-        if self.free_hot(iova, size, &mut odd) { Ok(()) } else { self.free_cold(iova, size, odd) }
+        let mut unchecked = 0;
+        match self.free_hot(iova, size, &mut unchecked) {
+            true => Ok(()),
+            false => self.free_cold(iova, size, unchecked),
+        }
     }
 
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
@@ -370,7 +375,7 @@ impl<C: CpuId, const CHECKED: bool> Allocator for Slabs<C, CHECKED> {
             let slot = slot_of(number, class);
             number.trailing_zeros() >= class
                 && slab.owned() & !slab.free() & 1 << slot != 0
-                && slab.size(slot).0 == count
+                && slab.size(slot) == count
         });
         if is_it { Ok(()) } else { fails(self.why_not_free(&core, iova, size)) }
     }
@@ -396,7 +401,7 @@ impl<C: CpuId, const CHECKED: bool> Allocator for Slabs<C, CHECKED> {
             granules += u64::from(free.count_ones()) << slab.class();
             for slot in (0..SLOTS).filter(|slot| owned & !free & 1 << slot != 0) {
                 live += 1;
-                granules += slab.size(slot).0;
+                granules += slab.size(slot);
             }
         }
         granules += core.exact.iter().map(|(first, last)| last - first + 1).sum::<u64>();

@@ -111,21 +111,13 @@ fn is_whole(space: &Space) {
     for held in [space.held(), 0] {
         let mut core = space.slabs.core.lock();
         space.slabs.withdraw_all(&mut core);
-        // A trimmed range has exactly the requested length.
-        let length = |slab: &Slab, slot| match slab.size(slot) {
-            (size, true) => size,
-            (_, false) => 1 << slab.class(),
-        };
-        let in_slabs = |slab: &Slab| {
-            let owned = slab.owned();
-            let slots = (0..SLOTS).filter(|slot| owned & 1 << slot != 0);
-            slots.map(|slot| length(slab, slot)).sum::<u64>()
-        };
+        let in_slabs = |slab: &Slab| u64::from(slab.owned().count_ones()) << slab.class();
         let taken: u64 = core.slabs().map(in_slabs).sum();
         let exact: u64 = core.exact.iter().map(|(first, last)| last - first + 1).sum();
         assert_eq!(core.tree.free() + taken + exact, GRANULES, "granules are lost");
         assert!(core.slabs().all(|slab| slab.free() == 0), "a free range was not found");
-        assert!(held != 0 || core.slabs().count() == 0, "a slab of nothing is left");
+        let all = core.pages.iter().map(|page| page.len()).sum::<usize>();
+        assert!(held != 0 || core.unused.len() == all, "a slab of nothing is left");
         drop(core);
         if held == 0 {
             break;
@@ -470,6 +462,52 @@ fn model_a_tail_is_cut_off_or_freed_but_not_both() {
     });
 }
 
+#[test]
+fn model_a_range_of_a_full_slab_is_cut_off_or_freed_but_not_both() {
+    check(Some(3), || {
+        let space = space(16, 1);
+        // All of a slab, and the first of another, so that no CPU has it.
+        let ranges: Vec<u64> = (0..5).map(|_| space.alloc(3)).collect();
+        let first = ranges[0];
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(first, 3);
+            },
+            |space| {
+                let mut core = space.slabs.core.lock();
+                space.slabs.withdraw_all(&mut core);
+                space.slabs.trim(&mut core);
+            },
+        );
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_slab_ends_with_the_last_of_its_ranges_that_are_cut_off() {
+    check(Some(3), || {
+        let space = space(16, 0);
+        // The first slab is detached; the second is current, and has nothing but those.
+        let whole = [(); 4].map(|()| space.alloc(4))[0];
+        let ranges = [(); 4].map(|()| space.alloc(3));
+        space.slabs.trim(&mut space.slabs.core.lock());
+        ranges[1..].iter().for_each(|range| space.free(*range, 3));
+        let last = ranges[0];
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(last, 3);
+            },
+            // The first becomes current.
+            move |space| space.free(whole, 4),
+        );
+        is_whole(&space);
+    });
+}
+
 /// A range is freed twice, while what its slab has is given back: to the tree, so that another class can have
 /// it (`all`), or but for a range that is still held.
 fn freed_twice(all: bool) {
@@ -506,23 +544,82 @@ fn model_a_second_free_is_refused_while_its_slab_keeps_other_ranges() {
     freed_twice(false);
 }
 
-/// A trimmed range is freed correctly; meanwhile another thread frees it with the size of its
-/// class, which must not return the tail behind it to the slab.
+/// A thread frees a range with the size of its class, which is wrong, while the range's tail is cut off: the tail
+/// must not return to the slab.
 #[test]
-fn a_free_of_the_wrong_size_is_refused_while_the_trimmed_range_ends() {
+fn model_a_free_of_the_wrong_size_is_refused_while_the_tail_is_cut_off() {
     check(None, || {
         const CLASS: u32 = 2;
         let key = Key::of(32, CLASS);
         let slab = Arc::new(Slab::none());
         slab.set_up(key);
         // Another range is free, so that the slab is attached and a free is one exchange.
-        slab.own(1 << 1);
+        slab.own(1 << 0 | 1 << 1);
         slab.add_free_as_current(1 << 1);
-        slab.own_trimmed(0, 3);
+        slab.note_missing(0, 1);
         let theirs = Arc::clone(&slab);
         let wrong = thread::spawn(move || theirs.give::<true>(key, 0, &mut 0));
-        slab.disown_trimmed(0);
+        let free = slab.freeze();
+        slab.cut_tails(free, |first, size, tail| assert_eq!((first, size, tail), (32, 3, 1)));
+        slab.thaw(free);
         assert_eq!(wrong.join().expect("it does not panic"), Freed::Unclear);
         assert_eq!(slab.free() & !slab.owned(), 0, "a range that is not the slab's is free");
+    });
+}
+
+#[test]
+fn model_a_loose_slab_is_taken_once_or_given_back() {
+    // On the CPU that remembers it, and on another, where it is attached.
+    for cpu in [0, 1] {
+        check(Some(3), move || {
+            let space = space(4, 1);
+            // The first slab is detached, the second current and exhausted.
+            let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
+            space.free(ranges[0], 1);
+            let second = ranges[1];
+            both(
+                &space,
+                move |space| {
+                    on(cpu);
+                    space.free(second, 1);
+                    space.take(1);
+                },
+                |space| {
+                    space.take(1);
+                    space.slabs.drain();
+                },
+            );
+            is_whole(&space);
+        });
+    }
+}
+
+/// A range of a loose slab is taken and another freed, so that the slab is loose again, while its ranges are taken back;
+/// a third thread frees the second range too, which is wrong.
+#[test]
+fn model_a_second_free_is_refused_while_a_loose_slab_is_given_back() {
+    check(Some(4), || {
+        let key = Key::of(32, 0);
+        let slab = Arc::new(Slab::none());
+        slab.set_up(key);
+        slab.own(0b11);
+        assert!(slab.give_loose(key, 0));
+        let [taken_back, theirs] = [(); 2].map(|()| Arc::clone(&slab));
+        let core = thread::spawn(move || {
+            let free = taken_back.freeze_loose();
+            if let Some(free) = free {
+                taken_back.disown(free);
+                taken_back.thaw_detached();
+            }
+            free.unwrap_or(0)
+        });
+        let wrong = thread::spawn(move || theirs.give_loose(key, 1));
+        let taken = slab.take_loose();
+        let right = slab.give_loose(key, 1);
+        let frees = [right, wrong.join().expect("it does not panic")];
+        let back = core.join().expect("it does not panic");
+        assert_eq!(slab.free() & !slab.owned(), 0, "a range that is not the slab's is free");
+        assert_eq!(slab.free() & back, 0, "a range is in two places");
+        assert!(frees != [true; 2] || taken.is_some(), "freed twice");
     });
 }

@@ -13,12 +13,17 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         }
     }
 
-    /// The size class of `size` bytes and the granules they take; `None` if there is no such class.
+    /// The size class of `size` bytes and by how many granules they are shorter; `None` if there is no such
+    /// class, or if it has no shorter ranges.
     #[inline]
-    fn class_of(&self, size: u64) -> Option<(u32, u64)> {
+    fn class_of(&self, size: u64) -> Option<(u32, u16)> {
         let last = size.checked_sub(1)? >> self.shift;
         let class = u64::BITS - last.leading_zeros();
-        ((class as usize) < self.indexes.len()).then_some((class, last + 1))
+        if class as usize >= self.indexes.len() {
+            return None;
+        }
+        let missing = (1 << class) - 1 - last;
+        (missing == 0 || class <= MOST_SHORTER).then_some((class, missing as u16))
     }
 
     /// Whether any range that is aligned to its class meets the request.
@@ -51,32 +56,35 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
     /// Allocates from the CPU's current slab, with one exchange.
     #[inline(always)]
     pub(super) fn alloc_hot(&self, request: &Request) -> Option<u64> {
-        let (class, count) = self.class_of(request.size)?;
+        let (class, missing) = self.class_of(request.size)?;
         if !self.is_natural(request, class) {
             return None;
         }
         // Perhaps one granule too high: the range is checked below.
         let zone = self.highest_zone(request.limit >> self.shift)?;
-        let odd = count != 1 << class;
-        if odd && self.tight.load(Ordering::Relaxed) {
+        if missing != 0 && self.tight.load(Ordering::Relaxed) {
             return None;
         }
         let (_, cpu) = self.this_cpu();
         let bin = Bin::new(zone, class);
         let (slab, slot) = match cpu.current(bin).and_then(|slab| Some((slab, slab.take()?))) {
             Some(taken) => taken,
-            None => self.take_listed(cpu, bin)?,
+            None => match cpu.take_loose(bin) {
+                Some(taken) => taken,
+                None => self.take_listed(cpu, bin)?,
+            },
         };
         // Only now is the identity of the slab certain.
         let key = slab.key();
         let iova = key.number(slot) << self.shift;
         // Whole granules count, even if the request needs only part of the last one.
-        if key.class() != class || iova + ((count << self.shift) - 1) > request.limit {
+        let length = ((1 << class) - u64::from(missing)) << self.shift;
+        if key.class() != class || iova + (length - 1) > request.limit {
             self.put_back(slab, slot);
             return None;
         }
-        if CHECKED && odd {
-            slab.note_odd(slot, count as u32);
+        if CHECKED && missing != 0 {
+            slab.note_missing(slot, missing);
         }
         cpu.count_alloc();
         Some(iova)
@@ -89,8 +97,9 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let key = slab.key();
         let iova = key.number(slot) << self.shift;
         let size = 1 << (key.class() + self.shift);
-        let mut odd = 0;
-        let freed = self.free_hot(iova, size, &mut odd) || self.free_cold(iova, size, odd).is_ok();
+        let mut missing = 0;
+        let freed =
+            self.free_hot(iova, size, &mut missing) || self.free_cold(iova, size, missing).is_ok();
         debug_assert!(freed);
     }
 
@@ -114,22 +123,23 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
     }
 
     fn alloc_wanted(&self, request: &Request, wanted: &GranuleRequest) -> Option<u64> {
-        let odd = !wanted.count.is_power_of_two();
         let slab = self
             .class_of(request.size)
             .filter(|(class, _)| self.is_natural(request, *class))
-            .filter(|_| !(odd && self.tight.load(Ordering::Relaxed)))
-            .and_then(|(class, _)| Some((class, self.highest_zone(wanted.limit)?)));
-        let taken = |(slab, slot): (Handle, u32)| {
-            if CHECKED && odd {
-                slab.note_odd(slot, wanted.count as u32);
+            .filter(|(_, missing)| *missing == 0 || !self.tight.load(Ordering::Relaxed))
+            .and_then(|(class, missing)| Some((class, missing, self.highest_zone(wanted.limit)?)));
+        let taken = |(slab, slot): (Handle, u32), missing| {
+            if CHECKED && missing != 0 {
+                slab.note_missing(slot, missing);
             }
             slab.key().number(slot)
         };
-        if let Some((class, zone)) = slab {
+        if let Some((class, missing, zone)) = slab {
             for zone in (0..=zone).rev() {
+                let (_, cpu) = self.this_cpu();
                 let found = self
-                    .take_listed(self.this_cpu().1, Bin::new(zone, class))
+                    .take_loose(cpu, Bin::new(zone, class))
+                    .or_else(|| self.take_listed(cpu, Bin::new(zone, class)))
                     .or_else(|| self.grow(&mut self.core.lock(), zone, class))
                     .or_else(|| self.take_over(&mut self.core.lock(), Bin::new(zone, class)))
                     // Prefers taking back what all CPUs keep over sharing a slab that another CPU
@@ -138,7 +148,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
                         || if request.flush { None } else { self.pick(Bin::new(zone, class)) },
                     );
                 if let Some(found) = found {
-                    return Some(taken(found));
+                    return Some(taken(found, missing));
                 }
             }
         }
@@ -151,10 +161,10 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
             // Rule L11, and more: tails are cut off if that is not enough.
             self.drains.fetch_add(1, Ordering::Relaxed);
             self.withdraw_all(&mut core);
-            if let Some((class, zone)) = slab
+            if let Some((class, missing, zone)) = slab
                 && let Some(found) = self.grow(&mut core, zone, class)
             {
-                return Some(taken(found));
+                return Some(taken(found, missing));
             }
             place = core.place(wanted, self.placement);
             if place.is_none() && !self.tight.load(Ordering::Relaxed) {
@@ -175,6 +185,16 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
             self.tight.store(true, Ordering::Relaxed);
             core.trim();
         }
+    }
+
+    /// Takes a range of a slab of the bin that a free on the CPU has left loose.
+    fn take_loose(&self, cpu: &Cpu, bin: Bin) -> Option<(Handle, u32)> {
+        let (slab, slot) = cpu.take_loose(bin)?;
+        if self.bin_of(slab.key()) == bin {
+            return Some((slab, slot));
+        }
+        self.put_back(slab, slot);
+        None
     }
 
     /// Takes a range from a slab that the CPU has.
@@ -203,7 +223,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let fit = core.tree.fit().checked_ilog2()?;
         self.relax(fit);
         // An offline CPU keeps nothing, so it gets only what it needs.
-        let most = match lists.online {
+        let most = match cpu.is_online() {
             true => (class + SLOT_BITS)
                 .min(self.largest_slab)
                 .min(fit.saturating_sub(HOLE_SHARE_BITS))
@@ -222,9 +242,11 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let index = &self.indexes[class as usize];
         let slab = core.slab_at(index, Key::of(first, class));
         let slots = (((1u64 << (1 << (order - class))) - 1) << slot) as u32;
-        slab.own(slots);
         let rest = slots & !(1 << slot);
-        if rest != 0 && slab.add_free_as_current(rest) {
+        let attached = rest != 0 && slab.add_free_as_current(rest);
+        // Only now: a wrong free would find ranges that are neither free nor anybody's.
+        slab.own(slots);
+        if attached {
             let mut lost = None;
             cpu.install(&mut lists, self.bin_of(slab.key()), slab, &mut |old| lost = Some(old));
             if let Some(lost) = lost {
@@ -251,7 +273,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
             let mut second = self.cpus[mine.max(other)].lists.lock();
             let (my_lists, others) =
                 if mine < other { (&mut first, &mut second) } else { (&mut second, &mut first) };
-            if !my_lists.online {
+            if !cpu.is_online() {
                 return None;
             }
             my_lists.push(bin, others.pop(bin)?);
@@ -268,19 +290,20 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let (mine, _) = self.this_cpu();
         self.cpus.iter().enumerate().filter(|(other, _)| *other != mine).find_map(|(_, cpu)| {
             // Under the lock the slab keeps its identity.
-            let _lists = cpu.lists.lock();
-            let slab = cpu.current(bin)?;
-            Some((slab, slab.take()?))
+            let lists = cpu.lists.lock();
+            let taken = cpu.current(bin).and_then(|slab| Some((slab, slab.take()?)));
+            drop(lists);
+            taken.or_else(|| self.take_loose(cpu, bin))
         })
     }
 
-    /// Frees with one exchange that sets the range's bit in its slab. `odd` is what remains to be
+    /// Frees with one exchange that sets the range's bit in its slab. `unchecked` is what remains to be
     /// checked of the size.
     #[inline(always)]
-    pub(super) fn free_hot(&self, iova: u64, size: u64, odd: &mut u32) -> bool {
-        let Some((class, count)) = self.class_of(size) else { return false };
-        if CHECKED && count != 1 << class {
-            *odd = count as u32;
+    pub(super) fn free_hot(&self, iova: u64, size: u64, unchecked: &mut u16) -> bool {
+        let Some((class, missing)) = self.class_of(size) else { return false };
+        if CHECKED {
+            *unchecked = missing;
         }
         // The number of the range among those of its class.
         let range = iova >> (class + self.shift);
@@ -290,80 +313,83 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let (region, slot) = (range >> SLOT_BITS, range as u32 & (SLOTS - 1));
         let Some(slab) = self.indexes[class as usize].get(region) else { return false };
         let key = Key::at(region, class);
-        match slab.give::<CHECKED>(key, slot, odd) {
+        match slab.give::<CHECKED>(key, slot, unchecked) {
             Freed::Done { last } => {
                 if last {
                     self.settle(slab, key);
                 }
                 true
             }
-            Freed::Detached => self.attach(slab, key, slot),
+            Freed::Detached => self.give_detached(slab, key, slot),
             Freed::Unclear => false,
         }
     }
 
     #[cold]
     #[inline(never)]
-    pub(super) fn free_cold(&self, iova: u64, size: u64, mut odd: u32) -> Result<(), FreeError> {
+    pub(super) fn free_cold(
+        &self,
+        iova: u64,
+        size: u64,
+        mut unchecked: u16,
+    ) -> Result<(), FreeError> {
         let Some((number, count)) = self.aperture.range_of(iova, size) else {
             return self.reject(&self.core.lock(), iova, size);
         };
         let class = order_of(count);
-        let aligned = number.trailing_zeros() >= class;
-        let Some(index) = self.indexes.get(class as usize).filter(|_| aligned) else {
-            return self.free_exact(iova, size, number, count);
+        let natural =
+            number.trailing_zeros() >= class && (count.is_power_of_two() || class <= MOST_SHORTER);
+        let free_exact = |core: &mut Core| {
+            let found = core.exact.get(&number) == Some(&(number + (count - 1)));
+            if found {
+                core.exact.remove(&number);
+                core.tree.give(number, count);
+            }
+            found
+        };
+        let Some(index) = self.indexes.get(class as usize).filter(|_| natural) else {
+            let mut core = self.core.lock();
+            return if free_exact(&mut core) { Ok(()) } else { self.reject(&core, iova, size) };
         };
         let (key, slot) = (Key::of(number, class), slot_of(number, class));
         loop {
-            let freed = match index.get(key.region()) {
-                Some(slab) => (slab, slab.give::<CHECKED>(key, slot, &mut odd)),
-                None => return self.free_exact(iova, size, number, count),
-            };
+            let freed = index
+                .get(key.region())
+                .map(|slab| (slab, slab.give::<CHECKED>(key, slot, &mut unchecked)));
             match freed {
-                (slab, Freed::Done { last }) => {
+                Some((slab, Freed::Done { last })) => {
                     if last {
                         self.settle(slab, key);
                     }
                     return Ok(());
                 }
-                (slab, Freed::Detached) => {
-                    if self.attach(slab, key, slot) {
+                Some((slab, Freed::Detached)) => {
+                    if self.give_detached(slab, key, slot) {
                         return Ok(());
                     }
                 }
-                (_, Freed::Unclear) => {
+                Some((_, Freed::Unclear)) | None => {
                     let mut core = self.core.lock();
                     // No slab is frozen now.
-                    let Some(slab) = index.with(key) else {
-                        return self.reject(&core, iova, size);
-                    };
-                    if slab.owned() & !slab.free() & 1 << slot == 0 {
-                        return self.reject(&core, iova, size);
-                    }
-                    match slab.size(slot) {
-                        (length, true) if length == count => {
-                            core.tree.give(number, count);
-                            slab.disown_trimmed(slot);
+                    let slab = index.with(key);
+                    if free_exact(&mut core) {
+                        if let Some(slab) = slab {
+                            slab.forget_cut(slot);
                             core.retire_lost(&self.indexes, slab);
-                            return Ok(());
                         }
-                        // A size of its own that has been checked is cleared: see `Slab::give`.
-                        (length, false) if length == if odd == 0 { 1 << class } else { count } => {}
-                        _ => return self.reject(&core, iova, size),
+                        return Ok(());
+                    }
+                    // A size that has been checked is cleared: see `Slab::give`.
+                    let left = if unchecked == 0 { 1 << class } else { count };
+                    let is_it = slab.is_some_and(|slab| {
+                        slab.owned() & !slab.free() & 1 << slot != 0 && slab.size(slot) == left
+                    });
+                    if !is_it {
+                        return self.reject(&core, iova, size);
                     }
                 }
             }
         }
-    }
-
-    fn free_exact(&self, iova: u64, size: u64, number: u64, count: u64) -> Result<(), FreeError> {
-        let mut core = self.core.lock();
-        if core.exact.get(&number) != Some(&(number + (count - 1))) {
-            return self.reject(&core, iova, size);
-        }
-        core.exact.remove(&number);
-        core.tree.give(number, count);
-        Ok(())
     }
 
     fn reject(&self, core: &Core, iova: u64, size: u64) -> Result<(), FreeError> {
@@ -371,16 +397,33 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         Err(FreeError { iova, size, reason: self.why_not_free(core, iova, size) })
     }
 
+    /// Frees a range of a detached slab, which is loose or this CPU's then; returns false if it is not that slab
+    /// any more.
+    #[inline]
+    fn give_detached(&self, slab: Handle, key: Key, slot: u32) -> bool {
+        let (_, cpu) = self.this_cpu();
+        let bin = self.bin_of(key);
+        // Where space is short, what is free is to be found without a look at every slab.
+        let loose = !self.tight.load(Ordering::Relaxed) && cpu.is_online();
+        if !loose || !cpu.give_loose(bin, slab, key, slot) {
+            return self.attach(cpu, bin, slab, key, slot);
+        }
+        if !cpu.is_online() {
+            // It has gone offline meanwhile, and keeps nothing.
+            self.core.lock().withdraw_if_loose(&self.indexes, slab);
+        }
+        true
+    }
+
     /// Frees a range of a detached slab and attaches the slab to this CPU; returns false if it is
     /// not that slab any more.
     #[inline(never)]
-    fn attach(&self, slab: Handle, key: Key, slot: u32) -> bool {
-        let (_, cpu) = self.this_cpu();
+    fn attach(&self, cpu: &Cpu, bin: Bin, slab: Handle, key: Key, slot: u32) -> bool {
         let mut lists = cpu.lists.lock();
-        if lists.online {
+        if cpu.is_online() {
+            cpu.forget_loose(bin, slab);
             // As the current slab if that has nothing left, so that the next request is met at
             // once.
-            let bin = self.bin_of(key);
             let current = cpu.is_exhausted(bin);
             match slab.give_and_attach(key, slot, current) {
                 Freed::Detached if current => {

@@ -11,6 +11,13 @@
 //! changes whenever the slab does, so that every compare-and-exchange based on an earlier state
 //! fails.
 //!
+//! **Sizes.** A range that is shorter than its class has a number of its own, how much shorter, which its owner
+//! writes; a free compares it and clears it before it gives the range back. Neither is an exchange: what decides is the
+//! word. A wrong free that is late, so that others have freed the range and taken it again meanwhile, may therefore
+//! clear the next owner's number, so that its free is refused, or free the range although its size is
+//! another now. A tail is cut off while the slab is frozen: no free that has compared a size before that succeeds
+//! after it.
+//!
 //! The flags:
 //!
 //! | flag | meaning | set and cleared |
@@ -19,27 +26,26 @@
 //! | `CURRENT` | a CPU takes ranges from it | under that CPU's lock |
 //! | `FROZEN` | its free ranges are being taken out; or it is unused | under the core's lock |
 //!
-//! A slab without free ranges belongs to no CPU: it is *detached*, and the first free attaches it
-//! again.
+//! A slab without free ranges belongs to no CPU: it is *detached*. The first free leaves it *loose*,
+//! detached with one free range, which the CPU of the free remembers and takes next: where ranges
+//! are freed in random order, most slabs have none or one. The second free, or a CPU that remembers
+//! enough of them, attaches it again.
 //!
 //! **Orderings.** In use, the word is changed by read-modify-writes alone, so that each change goes on
 //! with the releases before it, and a thread that acquires it has all of them. A free releases the
 //! range to its next owner. The key changes, and ranges cease to be owned, between two versions of
 //! the word: a thread that decides by an older state of them fails in the exchange. A range that
-//! comes to be owned is published with its size by `owned`; a size is cleared by an exchange, once.
+//! comes to be owned is published by `owned`.
 
 use core::{
-    fmt,
+    array, fmt,
     ops::Deref,
     ptr::{self, NonNull},
 };
 
-use once_cell::race::OnceBox;
-use ringfence_sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use ringfence_sync::atomic::{AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use super::key::{Key, Listing, SLOTS};
-
-use alloc::boxed::Box;
 
 const FREE: u64 = u32::MAX as u64;
 const ATTACHED: u64 = 1 << 32;
@@ -47,11 +53,12 @@ const CURRENT: u64 = 1 << 33;
 const FROZEN: u64 = 1 << 34;
 const VERSION: u64 = 1 << 35;
 
-/// Set in a size: the slab does not own what lies behind the range.
-const TRIMMED: u32 = 1 << 31;
+/// The largest class that has shorter ranges: how much shorter fits 16 bits.
+pub(super) const MOST_SHORTER: u32 = u16::BITS + 1;
 
-/// 32 ranges of one class, on a cache line of its own.
-#[repr(align(64))]
+/// 32 ranges of one class, on two cache lines of its own: the second is only for ranges that are shorter
+/// than the class.
+#[repr(C, align(128))]
 pub(super) struct Slab {
     /// Free ranges, flags, version.
     word: AtomicU64,
@@ -59,26 +66,28 @@ pub(super) struct Slab {
     key: AtomicU64,
     /// The ranges that the slab owns. Changed under the core's lock.
     owned: AtomicU32,
-    /// The sizes, in granules, of ranges that are shorter than the class; 0 for the others.
-    sizes: OnceBox<Sizes>,
+    /// The ranges whose tails have been cut off: the core knows them, each on its own. Under its lock.
+    cut: AtomicU32,
+    /// Whether any range was shorter than the class since the slab was set up.
+    shorter: AtomicBool,
     /// The list it is in: a [`Listing`], under that CPU's lock, as its neighbours are. In one word,
     /// as threads read it to find out which lock to take.
     place: AtomicU32,
     pub(super) next: AtomicPtr<Slab>,
     pub(super) previous: AtomicPtr<Slab>,
+    missing: Missing,
 }
 
-/// The sizes of a slab's ranges, on cache lines of their own, as another CPU may use those of the
-/// next slab.
+/// By how many granules each range is shorter than the class.
 #[repr(align(64))]
-struct Sizes([AtomicU32; SLOTS as usize]);
+struct Missing([AtomicU16; SLOTS as usize]);
 
 /// The outcome of an attempt to free a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Freed {
     /// It is free. `last`: it was the last taken range of a slab in a list.
     Done { last: bool },
-    /// The slab has to be attached.
+    /// The slab is detached: it has to be attached, or left loose.
     Detached,
     /// Not decidable here: to be checked under the core's lock.
     Unclear,
@@ -104,10 +113,12 @@ impl Slab {
             word: AtomicU64::new(FROZEN),
             key: AtomicU64::new(0),
             owned: AtomicU32::new(0),
-            sizes: OnceBox::new(),
+            cut: AtomicU32::new(0),
+            shorter: AtomicBool::new(false),
             place: AtomicU32::new(Listing::NOWHERE.0),
             next: AtomicPtr::new(ptr::null_mut()),
             previous: AtomicPtr::new(ptr::null_mut()),
+            missing: Missing(array::from_fn(|_| AtomicU16::new(0))),
         }
     }
 
@@ -116,7 +127,12 @@ impl Slab {
     // find the new key, too. In the models a lock comes between.
     pub(super) fn set_up(&self, key: Key) {
         let word = self.word.load(Ordering::Relaxed);
-        debug_assert_eq!((word & (FROZEN | FREE), self.owned()), (FROZEN, 0));
+        debug_assert_eq!((word & (FROZEN | FREE), self.is_empty()), (FROZEN, true));
+        if self.shorter.load(Ordering::Relaxed) {
+            // What an owner wrote whose range was freed wrongly before.
+            self.missing.0.iter().for_each(|missing| missing.store(0, Ordering::Relaxed));
+            self.shorter.store(false, Ordering::Relaxed);
+        }
         self.key.store(key.0, Ordering::Relaxed);
         // Release: a thread that sees the new word sees the new key. Other threads change only
         // flags of a frozen word, which this one does not have now.
@@ -160,9 +176,14 @@ impl Slab {
         self.word.load(Ordering::Relaxed) & FROZEN != 0
     }
 
-    /// Whether a range of it was ever shorter than the class.
-    pub(super) fn has_sizes(&self) -> bool {
-        self.sizes.get().is_some()
+    /// Whether a range of it may be shorter than the class.
+    pub(super) fn has_shorter(&self) -> bool {
+        self.shorter.load(Ordering::Relaxed)
+    }
+
+    /// Whether it has no range, not even one whose tail has been cut off.
+    pub(super) fn is_empty(&self) -> bool {
+        self.owned() == 0 && self.cut.load(Ordering::Relaxed) == 0
     }
 
     /// Whether it owns ranges and all of them are free.
@@ -199,27 +220,32 @@ impl Slab {
         }
     }
 
-    /// Frees a range, if that is simple. `odd`: the size passed to [`note_odd`](Self::note_odd),
-    /// else 0; set to 0 once the size has been checked and cleared. Unless `CHECKED`, the caller has the
+    /// Frees a range, if that is simple. `missing`: the number passed to [`note_missing`](Self::note_missing),
+    /// else 0; set to 0 once it has been compared and cleared. Unless `CHECKED`, the caller has the
     /// range, and its size was not recorded.
     #[inline]
-    pub(super) fn give<const CHECKED: bool>(&self, key: Key, slot: u32, odd: &mut u32) -> Freed {
+    pub(super) fn give<const CHECKED: bool>(
+        &self,
+        key: Key,
+        slot: u32,
+        missing: &mut u16,
+    ) -> Freed {
         // Acquire: what is read below belongs to this word's slab or to a later one; in the latter
         // case the exchange fails, as the version has changed.
         let mut word = self.word.load(Ordering::Acquire);
         loop {
             let bit = 1u32 << slot;
-            // Acquire: the size of an owned range is seen.
+            // Acquire: what made the range the slab's is seen.
             //
-            // Ordering: a thread that frees what it has been given has the size from there. For a
+            // Ordering: a thread that frees what it has been given has that from there. For a
             // free of what it does not have, of a range that becomes the slab's meanwhile, it is
             // needed; no model has that.
             let owned = self.owned.load(Ordering::Acquire);
-            let known = || self.key() == key && owned & bit != 0 && word as u32 & bit == 0;
-            if word & FROZEN != 0 || CHECKED && !known() {
+            let known = || self.key() == key && word as u32 & bit == 0;
+            if word & FROZEN != 0 || owned & bit == 0 || CHECKED && !known() {
                 return Freed::Unclear;
             }
-            if CHECKED && key.class() > 1 && !self.forget_odd(slot, odd) {
+            if CHECKED && key.class() > 1 && !self.clear_missing(slot, missing) {
                 return Freed::Unclear;
             }
             if word & ATTACHED == 0 {
@@ -239,6 +265,41 @@ impl Slab {
                 Err(now) => word = now,
             }
         }
+    }
+
+    /// Frees a range of a detached slab that has no other and owns others, and leaves it loose: decided by the
+    /// word, as every free. False: it is not so simple.
+    #[inline]
+    pub(super) fn give_loose(&self, key: Key, slot: u32) -> bool {
+        let (word, bit) = (self.word.load(Ordering::Acquire), 1u32 << slot);
+        let owned = self.owned();
+        let known = word & (FROZEN | ATTACHED | FREE) == 0 && self.key() == key;
+        // Alone in the slab, it would leave nothing but free ranges, which lists keep a bound on.
+        if !known || owned & bit == 0 || owned == bit {
+            return false;
+        }
+        // Release: what this owner did with the range comes before what the next one does. Acquire: if
+        // `freeze_loose` came before, what its thread had done is seen: a CPU is offline, a flag is cleared.
+        let after = word | u64::from(bit);
+        self.word.compare_exchange(word, after, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    /// Takes a range of a loose slab, if it still is one.
+    #[inline]
+    pub(super) fn take_loose(&self) -> Option<u32> {
+        let word = self.word.load(Ordering::Relaxed);
+        let free = word as u32;
+        if free == 0 || word & (FROZEN | ATTACHED) != 0 {
+            return None;
+        }
+        // Acquire and Release: as in `take`.
+        //
+        // Ordering: the Release, as in `take`.
+        let slot = free.trailing_zeros();
+        let after = word & !(1 << slot);
+        let taken =
+            self.word.compare_exchange(word, after, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        taken.then_some(slot)
     }
 
     /// Frees a range of a detached slab and attaches the slab, as current or for the list. Under
@@ -266,78 +327,50 @@ impl Slab {
         }
     }
 
-    /// Records the size of a range that is shorter than the class. The caller has just taken it.
+    /// Records by how much a range is shorter than the class. The caller has just taken it.
     #[inline]
-    pub(super) fn note_odd(&self, slot: u32, count: u32) {
-        self.sizes()[slot as usize].store(count, Ordering::Relaxed);
-    }
-
-    #[cold]
-    fn make_sizes() -> Box<Sizes> {
-        Box::new(Sizes(core::array::from_fn(|_| AtomicU32::new(0))))
-    }
-
-    #[inline]
-    fn sizes(&self) -> &[AtomicU32; SLOTS as usize] {
-        &self.sizes.get_or_init(Self::make_sizes).0
-    }
-
-    /// Checks that the range has the size `odd`, and clears it: 0 stands for the full size of the
-    /// class, and for a size that was not recorded yet.
-    ///
-    /// An exchange, not a store, so that of two threads that free a range only one continues, and
-    /// so that [`trim`](Self::trim) sees either a size that stays, or none.
-    #[inline]
-    fn forget_odd(&self, slot: u32, odd: &mut u32) -> bool {
-        let Some(Sizes(sizes)) = self.sizes.get() else { return *odd == 0 };
-        let size = &sizes[slot as usize];
-        if *odd == 0 {
-            // Acquire: if the size is gone because the range is no longer owned, the exchange that
-            // follows sees the word's new version.
-            //
-            // Ordering: loom's exchanges read the newest word in any case.
-            return size.load(Ordering::Acquire) == 0;
+    pub(super) fn note_missing(&self, slot: u32, missing: u16) {
+        if !self.shorter.load(Ordering::Relaxed) {
+            self.shorter.store(true, Ordering::Relaxed);
         }
-        if size.compare_exchange(*odd, 0, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+        self.missing.0[slot as usize].store(missing, Ordering::Relaxed);
+    }
+
+    /// Whether the range is shorter than the class by that much, which it clears.
+    #[inline]
+    fn clear_missing(&self, slot: u32, missing: &mut u16) -> bool {
+        let noted = &self.missing.0[slot as usize];
+        if *missing == 0 {
+            // If it is gone because the tail was cut off, the exchange that follows fails: one that came before the
+            // freeze would happen before the number was cleared, and so would this load.
+            return !self.shorter.load(Ordering::Relaxed) || noted.load(Ordering::Relaxed) == 0;
+        }
+        if noted.load(Ordering::Relaxed) != *missing {
             return false;
         }
-        *odd = 0;
+        // The exchange that gives the range back releases this: its next owner finds 0, and so does a thread
+        // that cuts tails off before that one has written its own.
+        noted.store(0, Ordering::Relaxed);
+        *missing = 0;
         true
     }
 
-    /// The size of a range that is taken, in granules, and whether it was trimmed.
-    pub(super) fn size(&self, slot: u32) -> (u64, bool) {
-        let full = 1 << self.class();
-        match self.sizes.get().map_or(0, |sizes| sizes.0[slot as usize].load(Ordering::Relaxed)) {
-            0 => (full, false),
-            size => ((size & !TRIMMED).into(), size & TRIMMED != 0),
-        }
+    /// The size of a range that is taken, in granules.
+    pub(super) fn size(&self, slot: u32) -> u64 {
+        (1 << self.class()) - u64::from(self.missing.0[slot as usize].load(Ordering::Relaxed))
     }
 
     /// Adds ranges to the slab, as taken. Under the core's lock.
     pub(super) fn own(&self, slots: u32) {
-        // Release: a thread that sees that a range is owned sees its size. Ordering: see `give`.
+        // Release: as `give` acquires it. Ordering: see there.
         self.owned.store(self.owned() | slots, Ordering::Release);
     }
 
-    /// As [`own`](Self::own), for a range that is trimmed from the start.
-    pub(super) fn own_trimmed(&self, slot: u32, count: u32) {
-        self.note_odd(slot, count | TRIMMED);
-        self.own(1 << slot);
-    }
-
-    /// Removes a trimmed range from the slab. Under the core's lock.
-    ///
-    /// A free with the class's full size, which is wrong, may be under way: it may have seen that
-    /// the range is owned, and may see now that it has no size of its own. The version changes in
-    /// between, so that its exchange fails.
-    //
-    // Ordering: the version's exchange is what such a free meets; loom's read the newest word in any
-    // case, so that a model shows the Release of the version alone.
-    pub(super) fn disown_trimmed(&self, slot: u32) {
-        self.owned.store(self.owned() & !(1 << slot), Ordering::Release);
+    /// Forgets a range whose tail was cut off, which is free now. Under the core's lock.
+    pub(super) fn forget_cut(&self, slot: u32) {
+        self.cut.store(self.cut.load(Ordering::Relaxed) & !(1 << slot), Ordering::Relaxed);
+        // Release: a thread that detaches the slab after this finds it empty; else the caller finds it detached.
         self.word.fetch_add(VERSION, Ordering::AcqRel);
-        self.sizes()[slot as usize].store(0, Ordering::Release);
     }
 
     /// Frees ranges that the slab owns and that are taken. If the slab is detached, it becomes a
@@ -425,9 +458,25 @@ impl Slab {
         }
     }
 
+    /// Freezes the slab if it is loose. Under the core's lock.
+    ///
+    /// A free that this does not see sees what the caller did before: it changes the word after this has.
+    pub(super) fn freeze_loose(&self) -> Option<u32> {
+        let mut word = self.word.fetch_add(VERSION, Ordering::AcqRel).wrapping_add(VERSION);
+        while word as u32 != 0 && word & (ATTACHED | FROZEN) == 0 {
+            let after = ((word & !FREE) | FROZEN).wrapping_add(VERSION);
+            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => return Some(word as u32),
+                Err(now) => word = now,
+            }
+        }
+        None
+    }
+
     /// Ends [`freeze`](Self::freeze) with these ranges free. Flags may have changed meanwhile.
-    // Ordering: sizes change by exchanges of their own; a range that becomes free here was freed before the
-    // freeze or is freed by the caller, under locks that the next owner's `freeze` or list has.
+    // Ordering: a range that becomes free here was freed before the freeze or is freed by the caller, under
+    // locks that the next owner's `freeze` or list has.
     pub(super) fn thaw(&self, free: u32) {
         let mut word = self.word.load(Ordering::Relaxed);
         while let Err(now) = self.word.compare_exchange_weak(
@@ -447,33 +496,30 @@ impl Slab {
         self.word.fetch_and(!(FROZEN | ATTACHED | CURRENT), Ordering::AcqRel);
     }
 
-    /// Gives up ranges that were free. Only while frozen.
+    /// Gives up ranges. Only while frozen.
     // Ordering: see `thaw`.
     pub(super) fn disown(&self, slots: u32) {
         self.owned.store(self.owned() & !slots, Ordering::Release);
     }
 
-    /// Cuts off the tails of taken ranges that are shorter than the class: calls `tail` with the
-    /// first granule behind each range and the number of granules. Only while frozen; `free` is
-    /// what [`freeze`](Self::freeze) returned.
-    pub(super) fn trim(&self, free: u32, mut tail: impl FnMut(u64, u64)) {
-        let Some(Sizes(sizes)) = self.sizes.get() else { return };
+    /// Cuts off the tails of taken ranges that are shorter than the class: calls `range` with the first
+    /// granule of each, its granules and those of its tail. They are no longer the slab's, which lasts as long as
+    /// they do. Only while frozen; `free` is what [`freeze`](Self::freeze) returned.
+    pub(super) fn cut_tails(&self, free: u32, mut range: impl FnMut(u64, u64, u64)) {
         let mut taken = self.owned() & !free;
         while taken != 0 {
             let slot = taken.trailing_zeros();
             taken &= taken - 1;
-            let size = &sizes[slot as usize];
-            let count = size.load(Ordering::Relaxed);
+            let missing = &self.missing.0[slot as usize];
             // 0: the full size of the class, or the range is just being taken or freed.
-            if count == 0 || count & TRIMMED != 0 {
+            let tail = u64::from(missing.load(Ordering::Relaxed));
+            if tail == 0 {
                 continue;
             }
-            let trimmed =
-                size.compare_exchange(count, count | TRIMMED, Ordering::Relaxed, Ordering::Relaxed);
-            if trimmed.is_ok() {
-                let count = u64::from(count);
-                tail(self.key().number(slot) + count, (1 << self.class()) - count);
-            }
+            self.cut.store(self.cut.load(Ordering::Relaxed) | 1 << slot, Ordering::Relaxed);
+            self.disown(1 << slot);
+            missing.store(0, Ordering::Relaxed);
+            range(self.key().number(slot), (1 << self.class()) - tail, tail);
         }
     }
 }

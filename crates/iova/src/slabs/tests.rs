@@ -59,6 +59,21 @@ fn without_checks_what_is_freed_is_free_again() {
 }
 
 #[test]
+fn without_checks_too_a_range_that_no_slab_has_is_freed_where_it_is_recorded() {
+    let space: Slabs<OneCpu, false> =
+        Slabs::unchecked(Aperture::new(0, 0xffff, PAGE).unwrap(), OneCpu, SlabConfig::default());
+    let first = space.alloc(&pages(1)).unwrap();
+    // Two of a slab of four pages each, and one in the rest, which is recorded by itself.
+    let threes: Vec<u64> = (0..3).map(|_| space.alloc(&pages(3)).unwrap()).collect();
+    for three in threes.into_iter().rev() {
+        space.free(three, 3 * PAGE).unwrap();
+    }
+    space.free(first, PAGE).unwrap();
+    assert_eq!(space.alloc(&pages(8)).unwrap(), 0x8000);
+    assert_eq!(space.stats().live_ranges, 1);
+}
+
+#[test]
 fn every_class_from_a_granule_to_a_gibibyte_has_slabs_and_what_is_larger_has_not() {
     // rule L1
     let slabs = one_cpu(48);
