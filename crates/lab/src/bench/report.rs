@@ -72,12 +72,14 @@ pub struct Against {
     pub by: &'static str,
     /// How the line begins.
     pub what: &'static str,
+    /// The one implementation that is compared, which is no peer; all peers, if it is empty.
+    pub only: &'static str,
 }
 
 impl Against {
     /// Ours against each peer: a peer's time over ours.
     pub const PEERS: Against =
-        Against { ratio: "ratio_to_ringfence", by: "impl", what: "ringfence against" };
+        Against { ratio: "ratio_to_ringfence", by: "impl", what: "ringfence against", only: "" };
 }
 
 /// A figure of a row.
@@ -191,7 +193,7 @@ fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
                 line.push(if below > 0 { below.to_string() } else { String::new() });
                 lines.push(line);
             }
-            if against.ratio == Against::PEERS.ratio {
+            if against.ratio == Against::PEERS.ratio && against.only.is_empty() {
                 slower.extend(compared.into_iter().filter(|(.., ratio)| *ratio < SLOWER));
             }
         }
@@ -236,7 +238,8 @@ fn compared<'r>(part: &Part, rows: &[&'r Row], against: &Against) -> Vec<(&'r Ro
     let compared = rows.iter().filter_map(|row| {
         // Without a line for each implementation, a line is about ours.
         let counts = match peer {
-            true => part.is_peer(row),
+            true if against.only.is_empty() => part.is_peer(row),
+            true => row.implementation == against.only,
             false => against.by == "impl" || row.implementation == OURS,
         };
         let ratio = if peer { row.ratio_to_ringfence } else { figure(row, against.ratio).median };
@@ -401,7 +404,12 @@ mod tests {
                 of: ("part", &["square"]),
                 title: "square ones",
                 operation: "a push",
-                against: &[Against { ratio: "ratio_to_off", by: "size", what: "against sledges" }],
+                against: &[Against {
+                    ratio: "ratio_to_off",
+                    by: "size",
+                    what: "against sledges",
+                    ..Against::PEERS
+                }],
                 figures: &[Figure::new("ratio_to_off", "x off", 1.0).with_half()],
                 ..Part::ALL
             },

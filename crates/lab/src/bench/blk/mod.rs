@@ -65,7 +65,12 @@ pub const SHEET: Sheet = Sheet {
             of: ("part", &["off", "static", "dynamic", "buffers", "sandbox", "proxy"]),
             title: "requests",
             operation: "a request",
-            against: &[Against { ratio: "ratio_to_off", by: "part", what: "against the base" }],
+            against: &[Against {
+                ratio: "ratio_to_off",
+                by: "part",
+                what: "against the base",
+                ..Against::PEERS
+            }],
             figures: &[
                 Figure::new("requests_per_s", "kIOPS", 1e3).with_half(),
                 Figure::new("ratio_to_off", "x off", 1.0).with_half(),
@@ -87,6 +92,7 @@ pub const SHEET: Sheet = Sheet {
                 ratio: "ratio_to_without",
                 by: "iommu",
                 what: "against no IOTLB",
+                ..Against::PEERS
             }],
             figures: &[Figure::new("ratio_to_without", "x without", 1.0).with_half()],
             ..report::Part::ALL

@@ -59,8 +59,18 @@ pub const SHEET: Sheet = Sheet {
             title: "sequential I/O, 64 deep, one job",
             operation: "an I/O",
             against: &[
-                Against { ratio: "ratio_to_off", by: "impl", what: "against off" },
-                Against { ratio: "ratio_to_strict_map", by: "impl", what: "against strict+map" },
+                Against {
+                    ratio: "ratio_to_off",
+                    by: "impl",
+                    what: "against off",
+                    ..Against::PEERS
+                },
+                Against {
+                    ratio: "ratio_to_strict_map",
+                    by: "impl",
+                    what: "against strict+map",
+                    ..Against::PEERS
+                },
             ],
             figures: &[
                 Figure::new("bandwidth_bytes_per_s", "MiB/s", 1048576.0).with_half(),

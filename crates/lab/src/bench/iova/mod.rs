@@ -63,7 +63,7 @@ pub const SHEET: Sheet = Sheet {
     parts: &[Part {
         title: "alloc and free",
         operation: "one alloc and one free, of a thread's CPU time (with several, of the wall's)",
-        against: &[Against::PEERS],
+        against: &[Against::PEERS, UNCHECKED],
         others: &["unchecked", "control"],
         counts: &[
             Figure::new("failures", "requests that failed, of those that were checked", 1.0),
@@ -82,6 +82,10 @@ pub const SHEET: Sheet = Sheet {
     }],
     legend: LEGEND,
 };
+
+/// What the checks cost.
+const UNCHECKED: Against =
+    Against { what: "and against itself", only: "unchecked", ..Against::PEERS };
 
 const LEGEND: &str = "  rows      pattern/live/size in granules/threads; live: ranges that are allocated meanwhile; 48%: a 32-bit space
             filled with blocks of 16 granules and random ones freed (48%x1: of 1 granule)

@@ -61,7 +61,12 @@ pub const SHEET: Sheet = Sheet {
         operation: "a frame",
         against: &[
             Against::PEERS,
-            Against { ratio: "ratio_to_off", by: "part", what: "against no IOMMU" },
+            Against {
+                ratio: "ratio_to_off",
+                by: "part",
+                what: "against no IOMMU",
+                ..Against::PEERS
+            },
         ],
         figures: &[
             Figure::new("packets_per_s", "Mpps", 1e6).with_half(),
