@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
-    atomic::{AtomicU64, Ordering},
+    atomic::{AtomicU64, AtomicUsize, Ordering, fence},
     lock::Mutex,
 };
 
@@ -236,8 +236,8 @@ impl List {
 ///
 /// # Why no update is lost
 /// An update changes the table first and searches the list then; a view that finds a translation
-/// missing enters the list first and looks at the table again then. Both access the list under its
-/// lock, so one of them sees what the other did.
+/// missing enters the list first and looks at the table again then. Each has a fence between, so one of
+/// them sees what the other did. Most updates are for no miss: they find the list empty without its lock.
 ///
 /// # Which waiters a refusal concerns
 /// Those that waited before the miss was sent, however late they look: what they wait for had to be
@@ -249,6 +249,8 @@ impl List {
 pub(crate) struct Misses {
     /// Searched and extended under the lock, so threads that contend for it sleep.
     list: Mutex<List>,
+    /// How many places of the list are taken. Written under its lock.
+    taken: AtomicUsize,
     /// How many misses there were, those sent again included.
     count: AtomicU64,
     most: usize,
@@ -258,7 +260,7 @@ pub(crate) struct Misses {
 impl Misses {
     pub(crate) fn new(most: usize, times: Times) -> Misses {
         let (list, count) = (Mutex::new(List::default()), AtomicU64::new(0));
-        Misses { list, count, most, times }
+        Misses { list, taken: AtomicUsize::new(0), count, most, times }
     }
 
     /// How many misses there were so far, those sent again included.
@@ -320,9 +322,11 @@ impl Misses {
                 list.tidy(self.times, now_ns, &mut woken);
             }
             wanted.retain_mut(|miss| self.enter(&mut list, miss, waiter, now_ns));
+            self.taken.store(list.pending.len(), Ordering::Relaxed);
         }
         woken.wake();
         // After the list was entered: see `Misses`.
+        fence(Ordering::SeqCst);
         for miss in noted.into_iter().filter(|miss| there(miss)) {
             self.update(point(miss.iova), miss.access);
             wanted.retain(|other| other.key() != miss.key());
@@ -384,6 +388,11 @@ impl Misses {
     /// A translation of `range` with `prot` is there: wakes the waiters that it satisfies, in
     /// address *and* permission (rule D18).
     pub(crate) fn update(&self, range: Range, prot: Prot) {
+        // After the table was changed: see `Misses`.
+        fence(Ordering::SeqCst);
+        if self.taken.load(Ordering::Relaxed) == 0 {
+            return;
+        }
         self.change(range, |pending, access, woken| {
             if !prot.allows(access) {
                 return false;
@@ -449,7 +458,10 @@ impl Misses {
 
     fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
         let mut woken = Woken::NONE;
-        self.list.lock().drop_if(range, &mut woken, gone);
+        let mut list = self.list.lock();
+        list.drop_if(range, &mut woken, gone);
+        self.taken.store(list.pending.len(), Ordering::Relaxed);
+        drop(list);
         woken.wake();
     }
 }

@@ -32,7 +32,7 @@ use core::fmt;
 
 use crate::{
     Backoff, CachePadded,
-    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
+    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence, leading_fence},
     mutant,
 };
 
@@ -122,7 +122,7 @@ impl Qsbr {
         // The writer's half of the pattern in the module's comment: the unlinking comes before
         // this fence, every scan for the grace period after it (`is_over` loads the epoch that
         // the next line stores, with Acquire). It pairs with the fence in `Reader::online`.
-        fence(Ordering::SeqCst);
+        leading_fence(Ordering::SeqCst);
         // A reader that sees this epoch sees the unlinking before it, and before every earlier start,
         // on whatever thread.
         //
