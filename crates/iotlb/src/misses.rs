@@ -73,6 +73,8 @@ impl Waiter {
 
     fn wake(&self) {
         // Release: a thread that reads the new count finds the translation in the table.
+        //
+        // Ordering: the fence in `Misses::update` makes it one already, as a lock does for a refusal.
         self.updates.fetch_add(1, Ordering::Release);
         (self.wake)();
     }

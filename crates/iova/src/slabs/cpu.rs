@@ -134,6 +134,8 @@ impl Cpu {
         loop {
             let last = loose.count.load(Ordering::Relaxed).checked_sub(1)?;
             // Acquire: the slab is seen initialised.
+            //
+            // Ordering: needed if another thread has made it since this one last took a lock. No model has that.
             let slab = Handle::from_ptr(loose.slabs[last].load(Ordering::Acquire));
             loose.count.store(last, Ordering::Relaxed);
             if let Some(slab) = slab
@@ -153,6 +155,7 @@ impl Cpu {
         if count >= LOOSE || !slab.give_loose(key, slot) {
             return false;
         }
+        // Ordering: see `take_loose`.
         loose.slabs[count].store(slab.as_ptr(), Ordering::Release);
         loose.count.store(count + 1, Ordering::Relaxed);
         self.loosened.store(true, Ordering::Relaxed);

@@ -418,21 +418,17 @@ fn model_a_slab_that_others_take_over_is_not_settled_where_it_was() {
 #[test]
 fn model_a_cpu_that_goes_offline_keeps_nothing() {
     // rule L9
-    for taken in [2, 5] {
+    for (taken, freed) in [(2, 2), (5, 1), (5, 2)] {
         check(Some(3), move || {
             let space = space(4, 1);
             let ranges: Vec<u64> = (0..taken).map(|_| space.alloc(1)).collect();
-            let (first, second) = (ranges[0], ranges[1]);
             both(
                 &space,
-                move |space| {
-                    space.free(first, 1);
-                    space.free(second, 1);
-                },
+                move |space| ranges[..freed].iter().for_each(|range| space.free(*range, 1)),
                 |space| space.slabs.offline(0),
             );
             let core = space.slabs.core.lock();
-            let left = GRANULES - (taken - 2);
+            let left = GRANULES - (taken - freed as u64);
             assert_eq!(core.tree.free(), left, "an offline CPU keeps granules");
             drop(core);
             is_whole(&space);
@@ -569,24 +565,35 @@ fn model_a_free_of_the_wrong_size_is_refused_while_the_tail_is_cut_off() {
 
 #[test]
 fn model_a_loose_slab_is_taken_once_or_given_back() {
-    // On the CPU that remembers it, and on another, where it is attached.
-    for cpu in [0, 1] {
+    // On the CPU that remembers it, and on another; loose before, so that the free attaches it, or not.
+    for (cpu, loose, first_drain) in
+        [(0, false, false), (0, false, true), (0, true, false), (1, true, false), (1, false, true)]
+    {
         check(Some(3), move || {
             let space = space(4, 1);
             // The first slab is detached, the second current and exhausted.
             let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
-            space.free(ranges[0], 1);
+            if loose {
+                space.free(ranges[0], 1);
+            }
             let second = ranges[1];
             both(
                 &space,
                 move |space| {
                     on(cpu);
                     space.free(second, 1);
-                    space.take(1);
+                    if !first_drain {
+                        space.take(1);
+                    }
                 },
-                |space| {
+                move |space| {
+                    if first_drain {
+                        space.slabs.drain();
+                    }
                     space.take(1);
-                    space.slabs.drain();
+                    if !first_drain {
+                        space.slabs.drain();
+                    }
                 },
             );
             is_whole(&space);

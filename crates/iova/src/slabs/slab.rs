@@ -292,11 +292,11 @@ impl Slab {
         if free == 0 || word & (FROZEN | ATTACHED) != 0 {
             return None;
         }
+        let slot = free.trailing_zeros();
+        let after = word & !(1 << slot);
         // Acquire and Release: as in `take`.
         //
         // Ordering: the Release, as in `take`.
-        let slot = free.trailing_zeros();
-        let after = word & !(1 << slot);
         let taken =
             self.word.compare_exchange(word, after, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         taken.then_some(slot)
@@ -370,7 +370,7 @@ impl Slab {
     pub(super) fn forget_cut(&self, slot: u32) {
         self.cut.store(self.cut.load(Ordering::Relaxed) & !(1 << slot), Ordering::Relaxed);
         // Release: a thread that detaches the slab after this finds it empty; else the caller finds it detached.
-        self.word.fetch_add(VERSION, Ordering::AcqRel);
+        self.word.fetch_add(VERSION, Ordering::Release);
     }
 
     /// Frees ranges that the slab owns and that are taken. If the slab is detached, it becomes a
@@ -462,10 +462,12 @@ impl Slab {
     ///
     /// A free that this does not see sees what the caller did before: it changes the word after this has.
     pub(super) fn freeze_loose(&self) -> Option<u32> {
-        let mut word = self.word.fetch_add(VERSION, Ordering::AcqRel).wrapping_add(VERSION);
+        // Release: each later change of the word goes on with it.
+        let mut word = self.word.fetch_add(VERSION, Ordering::Release).wrapping_add(VERSION);
         while word as u32 != 0 && word & (ATTACHED | FROZEN) == 0 {
             let after = ((word & !FREE) | FROZEN).wrapping_add(VERSION);
-            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
+            // Acquire: the free that this sees is complete.
+            match self.word.compare_exchange_weak(word, after, Ordering::Acquire, Ordering::Relaxed)
             {
                 Ok(_) => return Some(word as u32),
                 Err(now) => word = now,
