@@ -271,6 +271,7 @@ impl Slab {
     /// word, as every free. False: it is not so simple.
     #[inline]
     pub(super) fn give_loose(&self, key: Key, slot: u32) -> bool {
+        // Acquire: if `freeze_loose` came before, what its thread had done is seen: a CPU is offline, a flag is cleared.
         let (word, bit) = (self.word.load(Ordering::Acquire), 1u32 << slot);
         let owned = self.owned();
         let known = word & (FROZEN | ATTACHED | FREE) == 0 && self.key() == key;
@@ -278,10 +279,9 @@ impl Slab {
         if !known || owned & bit == 0 || owned == bit {
             return false;
         }
-        // Release: what this owner did with the range comes before what the next one does. Acquire: if
-        // `freeze_loose` came before, what its thread had done is seen: a CPU is offline, a flag is cleared.
+        // Release: what this owner did with the range comes before what the next one does.
         let after = word | u64::from(bit);
-        self.word.compare_exchange(word, after, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        self.word.compare_exchange(word, after, Ordering::Release, Ordering::Relaxed).is_ok()
     }
 
     /// Takes a range of a loose slab, if it still is one.
@@ -467,6 +467,8 @@ impl Slab {
         while word as u32 != 0 && word & (ATTACHED | FROZEN) == 0 {
             let after = ((word & !FREE) | FROZEN).wrapping_add(VERSION);
             // Acquire: the free that this sees is complete.
+            //
+            // Ordering: `thaw_detached` acquires too, unless the slab ends here.
             match self.word.compare_exchange_weak(word, after, Ordering::Acquire, Ordering::Relaxed)
             {
                 Ok(_) => return Some(word as u32),
