@@ -235,6 +235,30 @@ fn it_takes_the_cheaper_way_and_is_strict_in_both() {
     }
 }
 
+/// A domain that is slower in use than when it was calibrated, as its device sleeps.
+#[test]
+fn it_copies_where_threads_wait_longer_than_a_copy_takes_and_tries_again_later() {
+    let mut world = World::new(Policy::Auto, 0);
+    let clock = world.domain.takes.lock().unwrap().as_ref().map(|(clock, _)| Arc::clone(clock));
+    let clock = clock.expect("operations of the domain take time by it");
+    assert!((0..100).all(|_| !world.read()), "nothing waits, and a map costs nothing");
+    for _ in 0..2 {
+        *world.domain.takes.lock().unwrap() = Some((Arc::clone(&clock), MS / 10));
+        let maps = (0..10_000).take_while(|_| !world.read()).count();
+        let choices = world.device.choices().unwrap();
+        assert!(maps < 10_000, "{choices}");
+        match choices.cells[0].reason {
+            ChoiceReason::Waits { copy_ns, map_ns } => assert!(copy_ns < map_ns, "{choices}"),
+            _ => panic!("{choices}"),
+        }
+        // Copies show nothing of the device, which is fast again: it is tried after a second.
+        *world.domain.takes.lock().unwrap() = Some((Arc::clone(&clock), 0));
+        assert!((0..1000).all(|_| world.read()), "{}", world.device.choices().unwrap());
+        clock.advance(1000 * MS);
+        assert!((0..100).any(|_| !world.read()), "{}", world.device.choices().unwrap());
+    }
+}
+
 #[test]
 fn what_clones_that_are_gone_did_is_not_forgotten() {
     let world = World::new(Policy::Auto, 0);
