@@ -14,16 +14,19 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
     }
 
     /// The size class of `size` bytes and by how many granules they are shorter; `None` if there is no such
-    /// class, or if it has no shorter ranges.
+    /// class.
     #[inline]
-    fn class_of(&self, size: u64) -> Option<(u32, u16)> {
+    fn class_of(&self, size: u64) -> Option<(u32, u32)> {
         let last = size.checked_sub(1)? >> self.shift;
         let class = u64::BITS - last.leading_zeros();
-        if class as usize >= self.indexes.len() {
-            return None;
-        }
-        let missing = (1 << class) - 1 - last;
-        (missing == 0 || class <= MOST_SHORTER).then_some((class, missing as u16))
+        let missing = || ((1 << class) - 1 - last) as u32;
+        ((class as usize) < self.indexes.len()).then(|| (class, missing()))
+    }
+
+    /// Whether ranges may be so much shorter than the class now.
+    #[inline]
+    fn has_shorter(&self, class: u32, missing: u32) -> bool {
+        missing == 0 || class <= MOST_SHORTER && !self.tight.load(Ordering::Relaxed)
     }
 
     /// Whether any range that is aligned to its class meets the request.
@@ -62,7 +65,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         }
         // Perhaps one granule too high: the range is checked below.
         let zone = self.highest_zone(request.limit >> self.shift)?;
-        if missing != 0 && self.tight.load(Ordering::Relaxed) {
+        if !self.has_shorter(class, missing) {
             return None;
         }
         let (_, cpu) = self.this_cpu();
@@ -126,7 +129,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let slab = self
             .class_of(request.size)
             .filter(|(class, _)| self.is_natural(request, *class))
-            .filter(|(_, missing)| *missing == 0 || !self.tight.load(Ordering::Relaxed))
+            .filter(|(class, missing)| self.has_shorter(*class, *missing))
             .and_then(|(class, missing)| Some((class, missing, self.highest_zone(wanted.limit)?)));
         let taken = |(slab, slot): (Handle, u32), missing| {
             if CHECKED && missing != 0 {
@@ -300,7 +303,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
     /// Frees with one exchange that sets the range's bit in its slab. `unchecked` is what remains to be
     /// checked of the size.
     #[inline(always)]
-    pub(super) fn free_hot(&self, iova: u64, size: u64, unchecked: &mut u16) -> bool {
+    pub(super) fn free_hot(&self, iova: u64, size: u64, unchecked: &mut u32) -> bool {
         let Some((class, missing)) = self.class_of(size) else { return false };
         if CHECKED {
             *unchecked = missing;
@@ -331,14 +334,13 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         &self,
         iova: u64,
         size: u64,
-        mut unchecked: u16,
+        mut unchecked: u32,
     ) -> Result<(), FreeError> {
         let Some((number, count)) = self.aperture.range_of(iova, size) else {
             return self.reject(&self.core.lock(), iova, size);
         };
         let class = order_of(count);
-        let natural =
-            number.trailing_zeros() >= class && (count.is_power_of_two() || class <= MOST_SHORTER);
+        let aligned = number.trailing_zeros() >= class;
         let free_exact = |core: &mut Core| {
             let found = core.exact.get(&number) == Some(&(number + (count - 1)));
             if found {
@@ -347,7 +349,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
             }
             found
         };
-        let Some(index) = self.indexes.get(class as usize).filter(|_| natural) else {
+        let Some(index) = self.indexes.get(class as usize).filter(|_| aligned) else {
             let mut core = self.core.lock();
             return if free_exact(&mut core) { Ok(()) } else { self.reject(&core, iova, size) };
         };

@@ -228,7 +228,7 @@ impl Slab {
         &self,
         key: Key,
         slot: u32,
-        missing: &mut u16,
+        missing: &mut u32,
     ) -> Freed {
         // Acquire: what is read below belongs to this word's slab or to a later one; in the latter
         // case the exchange fails, as the version has changed.
@@ -329,23 +329,23 @@ impl Slab {
 
     /// Records by how much a range is shorter than the class. The caller has just taken it.
     #[inline]
-    pub(super) fn note_missing(&self, slot: u32, missing: u16) {
+    pub(super) fn note_missing(&self, slot: u32, missing: u32) {
         if !self.shorter.load(Ordering::Relaxed) {
             self.shorter.store(true, Ordering::Relaxed);
         }
-        self.missing.0[slot as usize].store(missing, Ordering::Relaxed);
+        self.missing.0[slot as usize].store(missing as u16, Ordering::Relaxed);
     }
 
     /// Whether the range is shorter than the class by that much, which it clears.
     #[inline]
-    fn clear_missing(&self, slot: u32, missing: &mut u16) -> bool {
+    fn clear_missing(&self, slot: u32, missing: &mut u32) -> bool {
         let noted = &self.missing.0[slot as usize];
         if *missing == 0 {
             // If it is gone because the tail was cut off, the exchange that follows fails: one that came before the
             // freeze would happen before the number was cleared, and so would this load.
             return !self.shorter.load(Ordering::Relaxed) || noted.load(Ordering::Relaxed) == 0;
         }
-        if noted.load(Ordering::Relaxed) != *missing {
+        if u32::from(noted.load(Ordering::Relaxed)) != *missing {
             return false;
         }
         // The exchange that gives the range back releases this: its next owner finds 0, and so does a thread

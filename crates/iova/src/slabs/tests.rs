@@ -59,6 +59,27 @@ fn without_checks_what_is_freed_is_free_again() {
 }
 
 #[test]
+fn a_range_that_is_short_of_its_class_by_any_number_is_freed_with_its_own_size_alone() {
+    let space = one_cpu(48);
+    let classes = [2, 16, 17, 18];
+    for class in classes {
+        let half = 1u64 << (class - 1);
+        for count in [half + 1, 2 * half - 1] {
+            let iova = space.alloc(&pages(count)).unwrap();
+            for wrong in
+                [half, half + 1, 2 * half - 1, 2 * half].into_iter().filter(|n| *n != count)
+            {
+                space.free(iova, wrong * PAGE).unwrap_err();
+            }
+            space.free(iova, count * PAGE).unwrap();
+            space.free(iova, count * PAGE).unwrap_err();
+        }
+    }
+    let stats = space.stats();
+    assert_eq!(stats.live_ranges, stats.cached_ranges);
+}
+
+#[test]
 fn without_checks_too_a_range_that_no_slab_has_is_freed_where_it_is_recorded() {
     let space: Slabs<OneCpu, false> =
         Slabs::unchecked(Aperture::new(0, 0xffff, PAGE).unwrap(), OneCpu, SlabConfig::default());
