@@ -16,8 +16,9 @@ pub use core::{
 #[cfg(loom)]
 pub use loom::{hint::spin_loop, sync::atomic::Ordering};
 
-/// A [`fence`] for a thread whose next access to shared memory is a read-modify-write. On x86 that orders as the
-/// fence does, so that there it is only one for the compiler, and takes no time.
+/// A [`fence`] for a thread whose next access to shared memory is a read-modify-write, of at least
+/// [`AcqRel`](Ordering::AcqRel). On x86 that orders as the fence does, so that there it is only one for the
+/// compiler, and takes no time.
 #[cfg(not(loom))]
 #[inline(always)]
 pub fn leading_fence(order: Ordering) {

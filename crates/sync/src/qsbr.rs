@@ -126,8 +126,9 @@ impl Qsbr {
         // A reader that sees this epoch sees the unlinking before it, and before every earlier start,
         // on whatever thread.
         //
-        // Ordering: a read-modify-write goes on with the releases before it, so that nothing needs the
-        // Acquire. (By C11 the fence makes any store after it a release; loom's does not.)
+        // Ordering: a read-modify-write goes on with the releases before it, and the Acquire is needed where it
+        // stands for the fence, on x86, so that no scan comes before it. (By C11 a fence makes any store after it
+        // a release; loom's does not.)
         Grace(self.epoch.fetch_add(1, Ordering::AcqRel) + 1)
     }
 

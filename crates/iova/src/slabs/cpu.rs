@@ -62,7 +62,7 @@ pub(super) struct Cpu {
 
 /// The slabs of a bin that frees on this CPU have left loose, the last one first.
 ///
-/// It is changed without locked instructions: two threads that run here in turn may lose one of them, or remember
+/// It is changed without locked instructions: threads that do so at once may lose one of them, or remember
 /// one twice. Nothing depends on it: what is remembered is asked whether it is loose, and what is
 /// forgotten is attached by its next free, and found when [everything](super::Slabs::withdraw_all) is taken back.
 #[repr(align(64))]

@@ -251,6 +251,11 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
 
     /// Takes back what all CPUs keep.
     fn withdraw_all(&self, core: &mut Core) {
+        // All CPUs are asked. Loose slabs first: one that is attached meanwhile is in a list then, and what is in
+        // a list does not become loose before a range of it has been taken.
+        if self.cpus.iter().fold(false, |any, cpu| cpu.has_loosened() | any) {
+            core.withdraw_loose(&self.indexes);
+        }
         for cpu in &self.cpus {
             let mut lists = cpu.lists.lock();
             for bin in Bin::all() {
@@ -258,10 +263,6 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
                     core.withdraw(&self.indexes, slab);
                 }
             }
-        }
-        // All of them are asked.
-        if self.cpus.iter().fold(false, |any, cpu| cpu.has_loosened() | any) {
-            core.withdraw_loose(&self.indexes);
         }
     }
 

@@ -593,6 +593,31 @@ fn model_a_loose_slab_is_taken_once_or_given_back() {
 }
 
 #[test]
+fn model_what_is_loose_is_found_even_if_it_is_attached_at_that_moment() {
+    check(Some(3), || {
+        let space = space(4, 1);
+        let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
+        [32, 16, 8].into_iter().for_each(|rest| space.take(rest));
+        space.free(ranges[0], 1);
+        let second = ranges[1];
+        both(
+            &space,
+            move |space| {
+                on(1);
+                space.free(second, 1);
+            },
+            // From a CPU that remembers nothing.
+            |space| {
+                let mut core = space.slabs.core.lock();
+                space.slabs.withdraw_all(&mut core);
+                assert!(core.tree.free() > 0, "what was free before is not found");
+            },
+        );
+        is_whole(&space);
+    });
+}
+
+#[test]
 fn model_what_is_loose_is_found_when_nothing_else_is_left() {
     check(Some(3), || {
         let space = space(4, 1);

@@ -455,6 +455,11 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
             return false;
         }
         let free = slab.freeze();
+        if free & bit != 0 {
+            // Another thread has freed it meanwhile.
+            slab.thaw(free);
+            return false;
+        }
         if slab.is_attached() {
             slab.thaw(free | bit);
         } else {

@@ -296,7 +296,8 @@ impl Slab {
         let after = word & !(1 << slot);
         // Acquire and Release: as in `take`.
         //
-        // Ordering: the Release, as in `take`.
+        // Ordering: the Release, as in `take`. The Acquire is needed for a slab that is remembered from before, and
+        // was left loose again on another CPU; in the models the pointer to it has that.
         let taken =
             self.word.compare_exchange(word, after, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         taken.then_some(slot)
@@ -360,7 +361,7 @@ impl Slab {
         (1 << self.class()) - u64::from(self.missing.0[slot as usize].load(Ordering::Relaxed))
     }
 
-    /// Adds ranges to the slab, as taken. Under the core's lock.
+    /// Adds ranges to the slab, taken or just made free. Under the core's lock.
     pub(super) fn own(&self, slots: u32) {
         // Release: as `give` acquires it. Ordering: see there.
         self.owned.store(self.owned() | slots, Ordering::Release);
@@ -373,10 +374,10 @@ impl Slab {
         self.word.fetch_add(VERSION, Ordering::Release);
     }
 
-    /// Frees ranges that the slab owns and that are taken. If the slab is detached, it becomes a
+    /// Makes ranges free that the slab owns or is about to. If it is detached, it becomes a
     /// CPU's current one, and this returns true. Under that CPU's and the core's lock.
     // Ordering: Acquire, for a slab that `claim` has detached under another CPU's lock: its place in
-    // lists. No model moves a slab from list to list.
+    // lists. No model moves a slab from list to list. Release: what `set_up` released goes on.
     pub(super) fn add_free_as_current(&self, slots: u32) -> bool {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -422,7 +423,8 @@ impl Slab {
 
     /// Makes the slab no longer current; if it has no free range, detaches it and returns true.
     /// Under the lock of the CPU that had it as current.
-    // Ordering: it takes and gives nothing; the lock orders the rest.
+    // Ordering: Acquire, so that what `forget_cut` has done is seen. It gives nothing that needs the Release; the
+    // lock orders the rest.
     pub(super) fn displace(&self) -> bool {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {

@@ -85,7 +85,7 @@ pub const SHEET: Sheet = Sheet {
 
 /// What the checks cost.
 const UNCHECKED: Against =
-    Against { what: "and against itself", only: "unchecked", ..Against::PEERS };
+    Against { what: "ringfence against itself", only: "unchecked", ..Against::PEERS };
 
 const LEGEND: &str = "  rows      pattern/live/size in granules/threads; live: ranges that are allocated meanwhile; 48%: a 32-bit space
             filled with blocks of 16 granules and random ones freed (48%x1: of 1 granule)
