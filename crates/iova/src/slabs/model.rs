@@ -436,17 +436,20 @@ fn model_a_cpu_that_goes_offline_keeps_nothing() {
     }
 }
 
-#[test]
-fn model_a_tail_is_cut_off_or_freed_but_not_both() {
-    check(Some(3), || {
+/// The first of so many short ranges is freed, and another allocated (`again`), while tails are cut off.
+fn cut_off(ranges: usize, again: bool) {
+    check(Some(3), move || {
         let space = space(16, 1);
-        let first = space.alloc(3);
+        let ranges: Vec<u64> = (0..ranges).map(|_| space.alloc(3)).collect();
+        let first = ranges[0];
         both(
             &space,
             move |space| {
                 on(1);
                 space.free(first, 3);
-                space.alloc(3);
+                if again {
+                    space.alloc(3);
+                }
             },
             |space| {
                 let mut core = space.slabs.core.lock();
@@ -459,26 +462,14 @@ fn model_a_tail_is_cut_off_or_freed_but_not_both() {
 }
 
 #[test]
+fn model_a_tail_is_cut_off_or_freed_but_not_both() {
+    cut_off(1, true);
+}
+
+#[test]
 fn model_a_range_of_a_full_slab_is_cut_off_or_freed_but_not_both() {
-    check(Some(3), || {
-        let space = space(16, 1);
-        // All of a slab, and the first of another, so that no CPU has it.
-        let ranges: Vec<u64> = (0..5).map(|_| space.alloc(3)).collect();
-        let first = ranges[0];
-        both(
-            &space,
-            move |space| {
-                on(1);
-                space.free(first, 3);
-            },
-            |space| {
-                let mut core = space.slabs.core.lock();
-                space.slabs.withdraw_all(&mut core);
-                space.slabs.trim(&mut core);
-            },
-        );
-        is_whole(&space);
-    });
+    // All of a slab, and the first of another, so that no CPU has it.
+    cut_off(5, false);
 }
 
 #[test]

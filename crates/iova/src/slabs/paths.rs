@@ -23,9 +23,9 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         ((class as usize) < self.indexes.len()).then(|| (class, missing()))
     }
 
-    /// Whether ranges may be so much shorter than the class now.
+    /// Whether a range may be taken that is so much shorter than the class.
     #[inline]
-    fn has_shorter(&self, class: u32, missing: u32) -> bool {
+    fn may_be_shorter(&self, class: u32, missing: u32) -> bool {
         missing == 0 || class <= MOST_SHORTER && !self.tight.load(Ordering::Relaxed)
     }
 
@@ -65,7 +65,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         }
         // Perhaps one granule too high: the range is checked below.
         let zone = self.highest_zone(request.limit >> self.shift)?;
-        if !self.has_shorter(class, missing) {
+        if !self.may_be_shorter(class, missing) {
             return None;
         }
         let (_, cpu) = self.this_cpu();
@@ -129,7 +129,7 @@ impl<C: CpuId, const CHECKED: bool> Slabs<C, CHECKED> {
         let slab = self
             .class_of(request.size)
             .filter(|(class, _)| self.is_natural(request, *class))
-            .filter(|(class, missing)| self.has_shorter(*class, *missing))
+            .filter(|(class, missing)| self.may_be_shorter(*class, *missing))
             .and_then(|(class, missing)| Some((class, missing, self.highest_zone(wanted.limit)?)));
         let taken = |(slab, slot): (Handle, u32), missing| {
             if CHECKED && missing != 0 {
