@@ -7,6 +7,9 @@
 //! its share, and its wake-up puts it in front. So [`Notify::Adaptive`] waits awake for a time that
 //! grows when waits turn out short, and not at all on a CPU that other threads want.
 //!
+//! Waits may be long only because both ends sleep, so that each has to be woken. Therefore a thread that
+//! has given up waiting awake tries it again, after ever more sleeps as long as that does not pay.
+//!
 //! A thread cannot see that others want its CPU, but it can see that they took it: time is missing
 //! between two looks at the ring, and the kernel counts how often a thread lost its CPU
 //! (`ru_nivcsw`, getrusage(2)). The system call that reads the count is made only where time is
@@ -25,6 +28,9 @@ pub const SPIN: Duration = Duration::from_micros(50);
 const SPIN_NS: u64 = SPIN.as_nanos() as u64;
 /// Where the time awake starts again after it has gone down to zero.
 const FIRST_SPIN_NS: u64 = 10_000;
+/// After so many long waits in a row a thread waits awake again, the first time and at most. The 95 µs that it then is
+/// awake in vain are a tenth of a microsecond a sleep in the end.
+const AGAIN: (u32, u32) = (2, 1024);
 /// How long a waiter looks before it yields its CPU between looks: longer than any response from
 /// another CPU takes.
 const YIELD_AFTER_NS: u64 = 5_000;
@@ -96,6 +102,8 @@ pub struct Wait {
     notify: Notify,
     /// How long it waits awake.
     spin_ns: u64,
+    /// After how many more sleeps it waits awake again, if it does not now; and after how many it does the next time.
+    again: (u32, u32),
     /// The current wait: its beginning, the last look, and whether the thread slept in it.
     now: Option<(u64, u64, bool)>,
 }
@@ -103,7 +111,7 @@ pub struct Wait {
 impl Wait {
     /// Nothing waited yet.
     pub const fn new(notify: Notify) -> Wait {
-        Wait { notify, spin_ns: SPIN_NS, now: None }
+        Wait { notify, spin_ns: SPIN_NS, again: (AGAIN.0, AGAIN.0), now: None }
     }
 
     /// How it waits.
@@ -114,8 +122,10 @@ impl Wait {
     /// Ends a wait: the event has arrived. `now_ns` reads the monotonic clock, if that is needed.
     #[inline]
     pub fn found(&mut self, now_ns: impl FnOnce() -> u64) {
-        if let Some((began, _, true)) = self.now.take() {
-            self.slept(now_ns().saturating_sub(began));
+        match self.now.take() {
+            None => {}
+            Some((began, _, true)) => self.slept(now_ns().saturating_sub(began)),
+            Some((_, _, false)) => self.again = (AGAIN.0, (self.again.1 / 2).max(AGAIN.0)),
         }
     }
 
@@ -126,8 +136,12 @@ impl Wait {
             (self.spin_ns * 2).clamp(FIRST_SPIN_NS, SPIN_NS)
         } else if self.spin_ns > FIRST_SPIN_NS {
             self.spin_ns / 2
-        } else {
+        } else if self.again.0 > 1 {
+            self.again.0 -= 1;
             0
+        } else {
+            self.again = (self.again.1, (self.again.1 * 2).min(AGAIN.1));
+            SPIN_NS
         };
     }
 
@@ -293,7 +307,7 @@ fn lost_cpu() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::{println, string::ToString};
+    use std::{println, string::ToString, vec::Vec};
 
     use super::*;
 
@@ -333,7 +347,7 @@ mod tests {
         let mut wait = Wait::new(Notify::Adaptive);
         let mut at = US;
         // Long waits shorten the time awake, each time by half.
-        for expected in [50, 25, 13, 7, 0, 0] {
+        for expected in [50, 25, 13, 7] {
             let awake = awake_ns(&mut wait, &sharing, at);
             assert_eq!(awake.div_ceil(US), expected);
             at += 10_000 * US;
@@ -349,6 +363,37 @@ mod tests {
         assert_eq!(wait.step_on(&sharing, at, || None, || 0), Next::Look);
         wait.found(|| at + US);
         assert_eq!(awake_ns(&mut wait, &sharing, at + 2 * US), 50 * US);
+    }
+
+    #[test]
+    fn who_has_given_up_waiting_awake_tries_it_again_from_time_to_time() {
+        let (sharing, mut wait) = (Sharing::new(), Wait::new(Notify::Adaptive));
+        let mut at = US;
+        let mut wait_for = |us: u64| {
+            let awake = (awake_ns(&mut wait, &sharing, at) / US).min(us);
+            if us <= awake {
+                wait.now = Some((at, at, false));
+            }
+            at += us * US;
+            wait.found(|| at);
+            at += US;
+            awake
+        };
+        let mut waits = |us: u64| (0..1_000).map(|_| wait_for(us)).collect::<Vec<_>>();
+        // Both ends sleep: 60 us, where 20 would do if one did not.
+        let awake = waits(60);
+        let tries = |awake: &[u64]| {
+            let tries = awake.iter().enumerate().filter(|(_, us)| **us == 50);
+            tries.map(|(at, _)| at).collect::<Vec<_>>()
+        };
+        assert_eq!(tries(&awake), [0, 5, 10, 17, 28, 47, 82, 149, 280, 539]);
+        let spent: u64 = awake.iter().sum();
+        assert!(spent < 1_000, "{spent} us in a thousand waits");
+        // Once it pays it is what it does, and the next disappointment counts as the first.
+        let awake = waits(20);
+        let first = awake.iter().position(|us| *us == 20).expect("it tries again");
+        assert!(awake[first..].iter().all(|us| *us == 20));
+        assert_eq!(tries(&waits(60))[..3], [3, 8, 15]);
     }
 
     #[test]
