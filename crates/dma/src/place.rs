@@ -73,6 +73,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if !mode.policy.bounces() || wanted.lasting == Lasting::Long {
             return self.place_mapped(wanted, measured);
         }
+        let len = measured.len;
         let (copy, cell) = bouncer.decide(mode.policy, wanted, &measured);
         let bounced = copy.then(|| self.place_bounced(wanted, &measured));
         let placed = match bounced {
@@ -94,7 +95,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 mapped: counters.maps.get().saturating_sub(counters.bounced.get()),
                 waited_ns: counters.waits.map.sum().wrapping_add(counters.waits.unmap.sum()),
             };
-            bouncer.auto.note(cell, placed.bounced.is_some(), tally, look);
+            bouncer.auto.note(cell, len, placed.bounced.is_some(), tally, look);
         }
         Ok(placed)
     }

@@ -89,6 +89,11 @@ pub enum ChoiceReason {
         /// mapping of any kind, on average: together, in nanoseconds.
         map_ns: u64,
     },
+    /// More was done in the same time when all mappings, of any kind, went this way.
+    Faster {
+        /// How many percent more, in bytes.
+        percent: u32,
+    },
     /// Other threads want the CPU: a copy waits for no other thread, and takes less time than
     /// waking one.
     Shared,
@@ -103,6 +108,9 @@ impl fmt::Display for ChoiceReason {
             }
             ChoiceReason::Waits { copy_ns, map_ns } => {
                 write!(f, "in use: copy {}, map {} with waits", Time(copy_ns), Time(map_ns))
+            }
+            ChoiceReason::Faster { percent } => {
+                write!(f, "in use: {percent} % faster, with all mappings alike")
             }
             ChoiceReason::Shared => write!(f, "the CPU is shared, and a copy waits for no thread"),
         }
@@ -212,6 +220,7 @@ mod tests {
             cells: vec![
                 cell(false, ChoiceReason::Cost { copy_ns: 900, map_ns: 400 }),
                 cell(true, ChoiceReason::Waits { copy_ns: 900, map_ns: 4000 }),
+                cell(true, ChoiceReason::Faster { percent: 31 }),
                 cell(true, ChoiceReason::Shared),
             ],
         };
@@ -221,6 +230,7 @@ mod tests {
             "copy    1 MiB: in 80.0 us, out 1.5 ms",
             "from device     64 KiB several map             7            9  calibrated: copy 900 ns, map 400 ns\n",
             "copy            7            9  in use: copy 900 ns, map 4.0 us with waits\n",
+            "copy            7            9  in use: 31 % faster, with all mappings alike\n",
             "copy            7            9  the CPU is shared, and a copy waits for no thread\n",
         ] {
             assert!(table.contains(wanted), "{wanted:?} is missing in\n{table}");

@@ -9,6 +9,9 @@
 //! shared. Cells whose copies take less than calls and waits together are then copied. Copies show
 //! nothing of it: [`RECALL_NS`] after the last mapping that did it is forgotten, and shows anew.
 //!
+//! Nor can it foresee whether driver or device is the slower one. Where mappings come fast, copying all and
+//! mapping all are [tried](trial), and taken while they are faster.
+//!
 //! While other threads want the CPU of a mapping thread
 //! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)), a sync waits for a time slice of the
 //! device's thread. Mappings that take less time to copy than a thread takes to wake are then
@@ -24,19 +27,30 @@ mod calibrate;
 mod cell;
 mod choices;
 mod costs;
+mod trial;
 
 // The atomics of `std` under loom too: what they hold is advice. They publish nothing, and a choice
 // that is a moment old is as safe as a new one.
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
-use self::{cell::CELLS, costs::Prior};
+use self::{
+    cell::CELLS,
+    costs::Prior,
+    trial::{Done, Trials, Way},
+};
 pub(crate) use self::{cell::Cell, costs::Kind};
 pub use choices::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 
-/// How many mappings of a cell a clone of a device makes between two looks; a power of two.
+/// How many mappings of a cell a clone of a device makes between two looks; a power of two. Of large ones it is
+/// fewer, as they take longer.
 const LOOK_EVERY: u64 = 32;
+const LOOK_EVERY_LARGE: u64 = 4;
+/// Of how many mappings one is counted in a trial, for all of them.
+const COUNT_EVERY: u64 = 8;
+/// What is longer than this, in bytes, is large.
+const LARGE: u64 = 64 << 10;
 /// For how long a CPU counts as shared after it was last seen to be.
 const LINGER_NS: u64 = 100_000_000;
 /// The least that a sync takes on a shared CPU, for the wake-up of a thread and the switches to it
@@ -62,7 +76,9 @@ impl Word {
     const COPY: u32 = 2;
     /// They are while the CPU is shared.
     const COPY_IF_SHARED: u32 = 4;
-    const BITS: u32 = 3;
+    /// What a copy takes is known: they may be.
+    const MAY_COPY: u32 = 8;
+    const BITS: u32 = 4;
     /// The longest wait that counts.
     const LONGEST_NS: u32 = u32::MAX >> Word::BITS;
 
@@ -73,7 +89,8 @@ impl Word {
         let hurry = bit(|prior| prior.copy_ns < WAKE_NS, Word::COPY_IF_SHARED);
         let bearable_ns = prior.map_or(u64::MAX, |p| p.copy_ns.saturating_sub(p.calls_ns));
         let bearable_ns = bearable_ns.min(Word::LONGEST_NS.into()) as u32;
-        Word(Word::KNOWN | copy | hurry | bearable_ns << Word::BITS)
+        let may = bit(|_| true, Word::MAY_COPY);
+        Word(Word::KNOWN | may | copy | hurry | bearable_ns << Word::BITS)
     }
 
     fn has(self, bits: u32) -> bool {
@@ -130,6 +147,13 @@ struct Known {
     calibration: Calibration,
     /// Of each cell in use: what a mapping is expected to cost, if that could be measured.
     priors: [Option<Prior>; CELLS],
+    trials: Trials,
+}
+
+impl Known {
+    fn new(calibration: Calibration) -> Known {
+        Known { calibration, priors: [None; CELLS], trials: Trials::new() }
+    }
 }
 
 /// Decides for a device which of its mappings are copies.
@@ -142,6 +166,10 @@ pub(crate) struct Auto {
     wait_until_ns: AtomicU64,
     /// Counts calibrations: what a clone did under another policy is no sample.
     epoch: AtomicU32,
+    /// The [`Way`] to go; whether bytes are counted, for a trial; and the bytes of what was mapped, and of what was copied.
+    way: AtomicU8,
+    counts: AtomicBool,
+    bytes: [AtomicU64; 2],
     known: Mutex<Known>,
 }
 
@@ -153,14 +181,18 @@ impl Auto {
             wait_ns: AtomicU32::new(0),
             wait_until_ns: AtomicU64::new(0),
             epoch: AtomicU32::new(0),
-            known: Mutex::new(Known { calibration: Calibration::default(), priors: [None; CELLS] }),
+            way: AtomicU8::new(Way::Calibrated as u8),
+            counts: AtomicBool::new(false),
+            bytes: [const { AtomicU64::new(0) }; 2],
+            known: Mutex::new(Known::new(Calibration::default())),
         }
     }
 
     /// Starts over, with a new calibration.
     pub(crate) fn restart(&self, calibration: Calibration) {
         let mut known = self.known.lock();
-        *known = Known { calibration, priors: [None; CELLS] };
+        *known = Known::new(calibration);
+        self.follow(&known.trials);
         self.words.iter().for_each(|word| word.store(0, Relaxed));
         self.wait_ns.store(0, Relaxed);
         self.epoch.fetch_add(1, Relaxed);
@@ -173,9 +205,19 @@ impl Auto {
         if word.0 == 0 {
             word = self.first(cell, kind());
         }
-        word.has(Word::COPY)
-            || word.has(Word::COPY_IF_SHARED) && self.is_shared()
-            || word.is_outweighed_by(self.wait_ns.load(Relaxed))
+        self.copies(word)
+    }
+
+    #[inline]
+    fn copies(&self, word: Word) -> bool {
+        let copies = match Way::from_repr(self.way.load(Relaxed)) {
+            Way::Calibrated => {
+                word.has(Word::COPY) || word.is_outweighed_by(self.wait_ns.load(Relaxed))
+            }
+            Way::Copies => word.has(Word::MAY_COPY),
+            Way::Maps => false,
+        };
+        copies || word.has(Word::COPY_IF_SHARED) && self.is_shared()
     }
 
     /// The choice for a cell, by its first mapping. Waits for no other thread: while one has the
@@ -197,12 +239,46 @@ impl Auto {
         self.shared_until_ns.load(Relaxed) != 0
     }
 
-    /// Counts a mapping that was made, and takes a look from time to time.
+    /// Counts a mapping that was made, of so many bytes, and takes a look from time to time.
     #[inline]
-    pub(crate) fn note(&self, cell: Cell, copied: bool, tally: &Tally, look: impl Fn() -> Look) {
-        if tally.of(cell, copied).fetch_add(1, Relaxed) % LOOK_EVERY == LOOK_EVERY - 1 {
+    pub(crate) fn note(
+        &self,
+        cell: Cell,
+        len: u64,
+        copied: bool,
+        tally: &Tally,
+        look: impl Fn() -> Look,
+    ) {
+        let count = tally.of(cell, copied).fetch_add(1, Relaxed) + 1;
+        let (count_every, look_every) =
+            if len > LARGE { (1, LOOK_EVERY_LARGE) } else { (COUNT_EVERY, LOOK_EVERY) };
+        if count % count_every != 0 {
+            return;
+        }
+        if self.counts.load(Relaxed) {
+            let bytes = &self.bytes[usize::from(copied)];
+            bytes.fetch_add(len.saturating_mul(count_every), Relaxed);
+        }
+        if count % look_every == 0 {
             self.look(look(), tally);
         }
+    }
+
+    /// Goes on with the trials. Waits for no other thread.
+    fn step(&self, now_ns: u64) {
+        let Some(mut known) = self.known.try_lock() else { return };
+        if self.is_shared() {
+            known.trials.stop();
+        } else {
+            let [mapped, copied] = self.bytes.each_ref().map(|bytes| bytes.load(Relaxed));
+            known.trials.step(now_ns, Done { copied, mapped });
+        }
+        self.follow(&known.trials);
+    }
+
+    fn follow(&self, trials: &Trials) {
+        self.way.store(trials.way() as u8, Relaxed);
+        self.counts.store(trials.counts(), Relaxed);
     }
 
     #[cold]
@@ -237,6 +313,7 @@ impl Auto {
         } else if now_ns >= self.wait_until_ns.load(Relaxed) {
             self.wait_ns.store(0, Relaxed);
         }
+        self.step(now_ns);
     }
 
     /// What was chosen, and why; `tally` is the sum over all clones.
@@ -244,11 +321,13 @@ impl Auto {
         let (known, wait_ns) = (self.known.lock(), self.wait_ns.load(Relaxed));
         let cells = Cell::all().filter_map(|cell| {
             let word = Word(self.words[cell.index()].load(Relaxed));
-            let copies = word.has(Word::COPY);
-            let hurried = !copies && word.has(Word::COPY_IF_SHARED) && self.is_shared();
-            let waits = !copies && !hurried && word.is_outweighed_by(wait_ns);
+            let hurried = word.has(Word::COPY_IF_SHARED) && self.is_shared();
+            let waits = !word.has(Word::COPY) && word.is_outweighed_by(wait_ns);
             let reason = match known.priors[cell.index()] {
                 _ if hurried => ChoiceReason::Shared,
+                Some(_) if let Some(percent) = known.trials.faster() => {
+                    ChoiceReason::Faster { percent }
+                }
                 Some(Prior { copy_ns, calls_ns, .. }) if waits => {
                     ChoiceReason::Waits { copy_ns, map_ns: calls_ns.saturating_add(wait_ns.into()) }
                 }
@@ -261,7 +340,7 @@ impl Auto {
                 scattered: cell.is_scattered(),
                 copied: tally.of(cell, true).load(Relaxed),
                 mapped: tally.of(cell, false).load(Relaxed),
-                copies: copies || hurried || waits,
+                copies: self.copies(word),
                 reason,
             })
         });
@@ -391,11 +470,39 @@ mod tests {
     }
 
     #[test]
+    fn what_gets_more_done_in_use_is_taken_for_all_cells() {
+        let (auto, tally) = (calibrated(), Tally::default());
+        let cell = Cell::of(Direction::ToDevice, 1 << 20, 1);
+        let mut now_ns = 0;
+        // A device reads a slot faster than it maps and reads the buffer.
+        let mut work = |ms, shared| {
+            let until_ns = now_ns + ms * MS;
+            while now_ns < until_ns {
+                let copies = choose(&auto, 1 << 20, 1);
+                now_ns += if copies { 100_000 } else { 150_000 };
+                auto.note(cell, 1 << 20, copies, &tally, || Look { shared, ..at(now_ns) });
+            }
+            [(1 << 20, 1), (4096, 1)].map(|(len, runs)| choose(&auto, len, runs))
+        };
+        assert_eq!(work(10, false), [false, false]);
+        assert_eq!(work(200, false), [true, true]);
+        let reason = ChoiceReason::Faster { percent: 50 };
+        let choices = auto.choices(&tally);
+        assert!(choices.cells.iter().all(|cell| cell.copies && cell.reason == reason), "{choices}");
+        // Nothing is tried while another thread has the CPU.
+        assert_eq!(work(5000, true), [true, true]);
+        assert!(!auto.counts.load(Relaxed));
+        auto.restart(calibrated().choices(&tally).calibration);
+        let chosen = [(1 << 20, 1), (4096, 1)].map(|(len, runs)| choose(&auto, len, runs));
+        assert_eq!(chosen, [false, true], "the small one, as the CPU is shared");
+    }
+
+    #[test]
     fn a_look_is_taken_now_and_then() {
         let (auto, tally) = (calibrated(), Tally::default());
         let cell = Cell::of(Direction::ToDevice, 4096, 1);
         let look = || Look { shared: true, ..at(u64::MAX) };
-        let note = |copied| auto.note(cell, copied, &tally, look);
+        let note = |copied| auto.note(cell, 4096, copied, &tally, look);
         (1..LOOK_EVERY).for_each(|_| note(false));
         assert!(!auto.is_shared());
         note(false);
