@@ -7,7 +7,7 @@ use ringfence_mem::ReadSlice;
 
 use crate::{
     Device, Direction, DmaBuffer, Error, Policy, Segment, Trust,
-    auto::{Cell, Kind, Look},
+    auto::{Cell, Copied, Kind, Look},
     bounce::Bounced,
     counter::Count,
     flush::Span,
@@ -89,13 +89,18 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             // cannot defer flushes, such as one behind system calls, has finished the sync when it
             // returns.
             let counters = &self.port.counters;
+            let copied = match (copy, placed.bounced.is_some()) {
+                (_, true) => Copied::Yes,
+                (false, false) => Copied::No,
+                (true, false) => Copied::NoSlot,
+            };
             let look = || Look {
                 now_ns: shared.clock.now_ns(),
                 shared: shared.means.deferred_flush && shared.sampler.clock.is_shared(),
                 mapped: counters.maps.get().saturating_sub(counters.bounced.get()),
                 waited_ns: counters.waits.map.sum().wrapping_add(counters.waits.unmap.sum()),
             };
-            bouncer.auto.note(cell, len, placed.bounced.is_some(), tally, look);
+            bouncer.auto.note(cell, len, copied, tally, look);
         }
         Ok(placed)
     }

@@ -34,6 +34,8 @@ pub enum Policy {
     /// is faster for mappings of its size on this machine. The call that puts the policy into force
     /// measures that, as a rule in less than 200 ms. While other threads want the CPU, what copies
     /// in less than a wake-up is copied; and while threads wait long for syncs, what copies sooner.
+    /// While mappings come fast, one way for all of them is tried from time to time, and taken as long as more is done
+    /// by it.
     /// [`Device::choices`](crate::Device::choices) returns what was chosen, and why.
     Auto,
 }

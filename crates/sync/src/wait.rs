@@ -28,8 +28,8 @@ pub const SPIN: Duration = Duration::from_micros(50);
 const SPIN_NS: u64 = SPIN.as_nanos() as u64;
 /// Where the time awake starts again after it has gone down to zero.
 const FIRST_SPIN_NS: u64 = 10_000;
-/// After so many long waits in a row a thread waits awake again, the first time and at most. The 95 µs that it then is
-/// awake in vain are a tenth of a microsecond a sleep in the end.
+/// After so many sleeps in long waits a thread waits awake again, the first time and at most. It is then awake for up to
+/// 95 µs in vain: a tenth of a microsecond a sleep in the end, and at most 20 µs, if one wait in five is short.
 const AGAIN: (u32, u32) = (2, 1024);
 /// How long a waiter looks before it yields its CPU between looks: longer than any response from
 /// another CPU takes.
@@ -104,8 +104,21 @@ pub struct Wait {
     spin_ns: u64,
     /// After how many more sleeps it waits awake again, if it does not now; and after how many it does the next time.
     again: (u32, u32),
-    /// The current wait: its beginning, the last look, and whether the thread slept in it.
-    now: Option<(u64, u64, bool)>,
+    /// The current wait: its beginning, the last look, and how it goes.
+    now: Option<(u64, u64, Going)>,
+}
+
+/// How a wait goes; of several in the order of their declaration the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Going {
+    /// The thread waits awake, as that has paid off.
+    Awake,
+    /// As something is due.
+    Due,
+    /// It slept, as it would have waited awake for too long.
+    Slept,
+    /// It slept because its CPU is shared, which says nothing of the wait.
+    Yielded,
 }
 
 impl Wait {
@@ -123,9 +136,9 @@ impl Wait {
     #[inline]
     pub fn found(&mut self, now_ns: impl FnOnce() -> u64) {
         match self.now.take() {
-            None => {}
-            Some((began, _, true)) => self.slept(now_ns().saturating_sub(began)),
-            Some((_, _, false)) => self.again = (AGAIN.0, (self.again.1 / 2).max(AGAIN.0)),
+            Some((began, _, Going::Slept)) => self.slept(now_ns().saturating_sub(began)),
+            Some((_, _, Going::Awake)) => self.again = (AGAIN.0, (self.again.1 / 2).max(AGAIN.0)),
+            None | Some((_, _, Going::Due | Going::Yielded)) => {}
         }
     }
 
@@ -164,23 +177,25 @@ impl Wait {
         due_ns: impl FnOnce() -> Option<u64>,
         lost: impl FnOnce() -> u64,
     ) -> Next {
-        let (began, last, _) = *self.now.get_or_insert((now_ns, now_ns, false));
-        let next = match self.notify {
-            Notify::Poll => Next::Look,
-            Notify::Sleep => Next::Sleep,
+        let (began, last, before) = *self.now.get_or_insert((now_ns, now_ns, Going::Awake));
+        let (next, going) = match self.notify {
+            Notify::Poll => (Next::Look, Going::Awake),
+            Notify::Sleep => (Next::Sleep, Going::Slept),
             Notify::Adaptive => {
                 sharing.looked(last, now_ns, lost);
                 let is_soon = || due_ns().is_some_and(|due| due <= now_ns.saturating_add(SPIN_NS));
-                let is_short = now_ns.saturating_sub(began) < self.spin_ns;
-                match !sharing.is_shared(now_ns) && (is_short || is_soon()) {
-                    true => Next::Look,
-                    false => Next::Sleep,
+                match now_ns.saturating_sub(began) < self.spin_ns {
+                    _ if sharing.is_shared(now_ns) => (Next::Sleep, Going::Yielded),
+                    true => (Next::Look, Going::Awake),
+                    false if is_soon() => (Next::Look, Going::Due),
+                    false => (Next::Sleep, Going::Slept),
                 }
             }
         };
+        let going = going.max(before);
         match next {
             Next::Look => {
-                self.now = Some((began, now_ns, false));
+                self.now = Some((began, now_ns, going));
                 if now_ns.saturating_sub(began) < YIELD_AFTER_NS {
                     core::hint::spin_loop();
                 } else {
@@ -189,7 +204,7 @@ impl Wait {
                 }
             }
             // Time spent asleep does not count as missing.
-            Next::Sleep => self.now = Some((began, u64::MAX, true)),
+            Next::Sleep => self.now = Some((began, u64::MAX, going)),
         }
         next
     }
@@ -372,7 +387,7 @@ mod tests {
         let mut wait_for = |us: u64| {
             let awake = (awake_ns(&mut wait, &sharing, at) / US).min(us);
             if us <= awake {
-                wait.now = Some((at, at, false));
+                wait.now = Some((at, at, Going::Awake));
             }
             at += us * US;
             wait.found(|| at);
@@ -389,7 +404,8 @@ mod tests {
         assert_eq!(tries(&awake), [0, 5, 10, 17, 28, 47, 82, 149, 280, 539]);
         let spent: u64 = awake.iter().sum();
         assert!(spent < 1_000, "{spent} us in a thousand waits");
-        // Once it pays it is what it does, and the next disappointment counts as the first.
+        // Once it pays it is what it does, and after that has gone on for a while the next disappointment counts as
+        // the first.
         let awake = waits(20);
         let first = awake.iter().position(|us| *us == 20).expect("it tries again");
         assert!(awake[first..].iter().all(|us| *us == 20));
@@ -411,6 +427,7 @@ mod tests {
             assert!(sharing.is_shared(at + rest - 1) && !sharing.is_shared(at + rest));
             assert_eq!(awake_ns(&mut wait, &sharing, at + 6 * US), 0);
             wait.found(|| at + 10 * US);
+            assert_eq!(wait.spin_ns, SPIN_NS, "it would have waited awake");
             at += rest;
             rest = (2 * rest).min(SHARED_NS.1);
         }
@@ -434,6 +451,11 @@ mod tests {
         assert_eq!(step(50 * US, 101 * US), Next::Sleep);
         assert_eq!(step(50 * US, 100 * US), Next::Look);
         assert_eq!(step(100 * US, u64::MAX), Next::Sleep);
+        // It shows nothing of whether waiting awake pays.
+        let mut due = Wait { spin_ns: 0, again: (1, 64), ..Wait::new(Notify::Adaptive) };
+        assert_eq!(due.step_on(&sharing, 0, || Some(US), || 0), Next::Look);
+        due.found(|| 2 * US);
+        assert_eq!((due.spin_ns, due.again), (0, (1, 64)));
         // Unless others want the CPU.
         sharing.until_ns.set(200 * US);
         assert_eq!(step(150 * US, 160 * US), Next::Sleep);

@@ -10,15 +10,15 @@
 //! nothing of it: [`RECALL_NS`] after the last mapping that did it is forgotten, and shows anew.
 //!
 //! Nor can it foresee whether driver or device is the slower one. Where mappings come fast, copying all and
-//! mapping all are [tried](trial), and taken while they are faster.
+//! mapping all are [tried](trial), and taken while they are faster. Waits count only where neither is.
 //!
 //! While other threads want the CPU of a mapping thread
 //! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)), a sync waits for a time slice of the
 //! device's thread. Mappings that take less time to copy than a thread takes to wake are then
 //! copied.
 //!
-//! A map call reads its choice from [`Auto::choose`] with one to three loads. Every [`LOOK_EVERY`]
-//! mappings [`Auto::note`] looks at the CPU and at the waits.
+//! A map call reads its choice from [`Auto::choose`] with two to four loads. Every [`LOOK_EVERY`]
+//! mappings [`Auto::note`] looks at the CPU, at the waits and at the trials.
 //!
 //! Both choices are strict.
 
@@ -47,7 +47,7 @@ pub use choices::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 /// fewer, as they take longer.
 const LOOK_EVERY: u64 = 32;
 const LOOK_EVERY_LARGE: u64 = 4;
-/// Of how many mappings one is counted in a trial, for all of them.
+/// How many mappings a clone counts for itself, in a trial, before it counts them for the device.
 const COUNT_EVERY: u64 = 8;
 /// What is longer than this, in bytes, is large.
 const LARGE: u64 = 64 << 10;
@@ -108,6 +108,8 @@ impl Word {
 pub(crate) struct Tally {
     /// What is mapped, and what is copied.
     counts: [[AtomicU64; CELLS]; 2],
+    /// Bytes of each in a trial, of which the device does not know yet.
+    bytes: [AtomicU64; 2],
     /// What there was at the last sample: mappings, and their waits; and in which calibration.
     seen: [AtomicU64; 2],
     epoch: AtomicU32,
@@ -116,7 +118,8 @@ pub(crate) struct Tally {
 impl Default for Tally {
     fn default() -> Tally {
         let counts = [(); 2].map(|()| [const { AtomicU64::new(0) }; CELLS]);
-        Tally { counts, seen: Default::default(), epoch: AtomicU32::new(0) }
+        let (bytes, seen) = (Default::default(), Default::default());
+        Tally { counts, bytes, seen, epoch: AtomicU32::new(0) }
     }
 }
 
@@ -140,6 +143,16 @@ impl Tally {
         let all = sum.counts.iter().flatten().zip(self.counts.iter().flatten());
         all.for_each(|(sum, n)| _ = sum.fetch_add(n.load(Relaxed), Relaxed));
     }
+}
+
+/// Whether a mapping is a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Copied {
+    Yes,
+    /// It was not to be one.
+    No,
+    /// There was no slot for it.
+    NoSlot,
 }
 
 /// What is known, for [`Auto::first`] and for readers.
@@ -205,19 +218,23 @@ impl Auto {
         if word.0 == 0 {
             word = self.first(cell, kind());
         }
-        self.copies(word)
+        self.copies(Way::from_repr(self.way.load(Relaxed)), word) || self.hurries(word)
     }
 
     #[inline]
-    fn copies(&self, word: Word) -> bool {
-        let copies = match Way::from_repr(self.way.load(Relaxed)) {
+    fn copies(&self, way: Way, word: Word) -> bool {
+        match way {
             Way::Calibrated => {
                 word.has(Word::COPY) || word.is_outweighed_by(self.wait_ns.load(Relaxed))
             }
             Way::Copies => word.has(Word::MAY_COPY),
             Way::Maps => false,
-        };
-        copies || word.has(Word::COPY_IF_SHARED) && self.is_shared()
+        }
+    }
+
+    #[inline]
+    fn hurries(&self, word: Word) -> bool {
+        word.has(Word::COPY_IF_SHARED) && self.is_shared()
     }
 
     /// The choice for a cell, by its first mapping. Waits for no other thread: while one has the
@@ -239,36 +256,42 @@ impl Auto {
         self.shared_until_ns.load(Relaxed) != 0
     }
 
-    /// Counts a mapping that was made, of so many bytes, and takes a look from time to time.
+    /// Counts a mapping that was made, of so many bytes, and takes a look from time to time; at once if there is no slot
+    /// for it while all are to be copies.
     #[inline]
     pub(crate) fn note(
         &self,
         cell: Cell,
         len: u64,
-        copied: bool,
+        copied: Copied,
         tally: &Tally,
         look: impl Fn() -> Look,
     ) {
-        let count = tally.of(cell, copied).fetch_add(1, Relaxed) + 1;
-        let (count_every, look_every) =
-            if len > LARGE { (1, LOOK_EVERY_LARGE) } else { (COUNT_EVERY, LOOK_EVERY) };
-        if count % count_every != 0 {
-            return;
-        }
+        let is_copy = copied == Copied::Yes;
+        let count = tally.of(cell, is_copy).fetch_add(1, Relaxed) + 1;
+        let large = len > LARGE;
         if self.counts.load(Relaxed) {
-            let bytes = &self.bytes[usize::from(copied)];
-            bytes.fetch_add(len.saturating_mul(count_every), Relaxed);
+            let (own, all) =
+                (&tally.bytes[usize::from(is_copy)], &self.bytes[usize::from(is_copy)]);
+            own.fetch_add(len, Relaxed);
+            if large || count % COUNT_EVERY == 0 {
+                all.fetch_add(own.swap(0, Relaxed), Relaxed);
+            }
         }
-        if count % look_every == 0 {
-            self.look(look(), tally);
+        let way = Way::from_repr(self.way.load(Relaxed));
+        let refused = copied == Copied::NoSlot && way == Way::Copies;
+        if refused || count % if large { LOOK_EVERY_LARGE } else { LOOK_EVERY } == 0 {
+            self.look(look(), tally, refused);
         }
     }
 
     /// Goes on with the trials. Waits for no other thread.
-    fn step(&self, now_ns: u64) {
+    fn step(&self, now_ns: u64, refused: bool) {
         let Some(mut known) = self.known.try_lock() else { return };
-        if self.is_shared() {
-            known.trials.stop();
+        if refused {
+            known.trials.give_up(now_ns);
+        } else if self.is_shared() {
+            known.trials.stop(now_ns);
         } else {
             let [mapped, copied] = self.bytes.each_ref().map(|bytes| bytes.load(Relaxed));
             known.trials.step(now_ns, Done { copied, mapped });
@@ -277,12 +300,18 @@ impl Auto {
     }
 
     fn follow(&self, trials: &Trials) {
-        self.way.store(trials.way() as u8, Relaxed);
-        self.counts.store(trials.counts(), Relaxed);
+        // A line that all threads read is written only if it changes.
+        let (way, counts) = (trials.way() as u8, trials.counts());
+        if self.way.load(Relaxed) != way {
+            self.way.store(way, Relaxed);
+        }
+        if self.counts.load(Relaxed) != counts {
+            self.counts.store(counts, Relaxed);
+        }
     }
 
     #[cold]
-    fn look(&self, look: Look, tally: &Tally) {
+    fn look(&self, look: Look, tally: &Tally, refused: bool) {
         let Look { now_ns, shared, mapped, waited_ns } = look;
         let until_ns = self.shared_until_ns.load(Relaxed);
         if shared {
@@ -297,7 +326,9 @@ impl Auto {
         };
         let more = mapped.saturating_sub(seen_mapped.load(Relaxed));
         let epoch = self.epoch.load(Relaxed);
-        if tally.epoch.swap(epoch, Relaxed) != epoch {
+        if tally.epoch.swap(epoch, Relaxed) != epoch
+            || self.way.load(Relaxed) != Way::Calibrated as u8
+        {
             rebase();
         } else if self.is_shared() {
             // A wait for another thread's time slice says nothing of the device.
@@ -313,7 +344,7 @@ impl Auto {
         } else if now_ns >= self.wait_until_ns.load(Relaxed) {
             self.wait_ns.store(0, Relaxed);
         }
-        self.step(now_ns);
+        self.step(now_ns, refused);
     }
 
     /// What was chosen, and why; `tally` is the sum over all clones.
@@ -321,13 +352,13 @@ impl Auto {
         let (known, wait_ns) = (self.known.lock(), self.wait_ns.load(Relaxed));
         let cells = Cell::all().filter_map(|cell| {
             let word = Word(self.words[cell.index()].load(Relaxed));
-            let hurried = word.has(Word::COPY_IF_SHARED) && self.is_shared();
+            let (way, faster) = known.trials.kept();
+            let copies = self.copies(way, word);
+            let hurried = !copies && self.hurries(word);
             let waits = !word.has(Word::COPY) && word.is_outweighed_by(wait_ns);
             let reason = match known.priors[cell.index()] {
                 _ if hurried => ChoiceReason::Shared,
-                Some(_) if let Some(percent) = known.trials.faster() => {
-                    ChoiceReason::Faster { percent }
-                }
+                Some(_) if let Some(percent) = faster => ChoiceReason::Faster { percent },
                 Some(Prior { copy_ns, calls_ns, .. }) if waits => {
                     ChoiceReason::Waits { copy_ns, map_ns: calls_ns.saturating_add(wait_ns.into()) }
                 }
@@ -340,7 +371,7 @@ impl Auto {
                 scattered: cell.is_scattered(),
                 copied: tally.of(cell, true).load(Relaxed),
                 mapped: tally.of(cell, false).load(Relaxed),
-                copies: self.copies(word),
+                copies: copies || hurried,
                 reason,
             })
         });
@@ -398,10 +429,10 @@ mod tests {
     fn what_was_not_measured_is_mapped() {
         let auto = Auto::new();
         assert!(!choose(&auto, 512, 1));
-        auto.look(Look { shared: true, ..at(MS) }, &Tally::default());
+        auto.look(Look { shared: true, ..at(MS) }, &Tally::default(), false);
         assert!(!choose(&auto, 512, 1));
         let waits = Look { mapped: SAMPLE, waited_ns: u64::MAX, ..at(200 * MS) };
-        auto.look(waits, &Tally::default());
+        auto.look(waits, &Tally::default(), false);
         assert!(!choose(&auto, 512, 1));
         assert_eq!(auto.choices(&Tally::default()).cells[0].reason, ChoiceReason::Unknown);
         auto.restart(calibrated().choices(&Tally::default()).calibration);
@@ -414,7 +445,7 @@ mod tests {
         let auto = calibrated();
         let chosen = || [4096, 1 << 20].map(|len| choose(&auto, len, 1));
         assert_eq!(chosen(), [false, false]);
-        let look = |shared, ms| auto.look(Look { shared, ..at(ms * MS) }, &Tally::default());
+        let look = |shared, ms| auto.look(Look { shared, ..at(ms * MS) }, &Tally::default(), false);
         look(true, 7);
         assert_eq!(chosen(), [true, false], "the large one takes longer than a wake-up");
         let cell = auto.choices(&Tally::default()).cells[0].clone();
@@ -435,7 +466,7 @@ mod tests {
         let mut look = |count, each_ns, ms| {
             mapped += count;
             waited_ns += each_ns * count;
-            auto.look(Look { mapped, waited_ns, ..at(ms * MS) }, &tally);
+            auto.look(Look { mapped, waited_ns, ..at(ms * MS) }, &tally, false);
             (mapped, waited_ns)
         };
         // What was before the policy came into force does not count.
@@ -452,14 +483,14 @@ mod tests {
         let reason = ChoiceReason::Waits { copy_ns: 600, map_ns: 626 };
         assert_eq!((cell.bytes, cell.copies, cell.reason), (4096, true, reason));
         // Copies wait for nothing; what was seen is forgotten in the end.
-        let copies = |ms| auto.look(Look { mapped, waited_ns, ..at(ms * MS) }, &tally);
+        let copies = |ms| auto.look(Look { mapped, waited_ns, ..at(ms * MS) }, &tally, false);
         copies(1000);
         assert_eq!(chosen(), [true, false]);
         copies(1001);
         assert_eq!(chosen(), [false, false]);
         // Where another thread has the CPU, waits are those for its slice.
         let look = |shared, mapped| {
-            auto.look(Look { shared, mapped, waited_ns: u64::MAX, ..at(2000 * MS) }, &tally);
+            auto.look(Look { shared, mapped, waited_ns: u64::MAX, ..at(2000 * MS) }, &tally, false);
         };
         look(false, mapped + SAMPLE);
         assert_eq!(chosen(), [true, true]);
@@ -469,32 +500,79 @@ mod tests {
         assert_eq!(auto.wait_ns.load(Relaxed), 0);
     }
 
+    /// 1 MiB after 1 MiB, where a device reads a slot faster than it maps and reads a buffer.
+    struct Use {
+        auto: Auto,
+        tally: Tally,
+        now_ns: u64,
+        shared: bool,
+        no_slot: bool,
+    }
+
+    impl Use {
+        fn new() -> Use {
+            let (auto, tally) = (calibrated(), Tally::default());
+            Use { auto, tally, now_ns: 0, shared: false, no_slot: false }
+        }
+
+        /// For so long; returns how many were to be mapped, and how many copied.
+        fn work(&mut self, ms: u64) -> [u64; 2] {
+            let cell = Cell::of(Direction::ToDevice, 1 << 20, 1);
+            let until_ns = self.now_ns + ms * MS;
+            let mut done = [0; 2];
+            while self.now_ns < until_ns {
+                let copies = choose(&self.auto, 1 << 20, 1);
+                done[usize::from(copies)] += 1;
+                self.now_ns += if copies { 100_000 } else { 150_000 };
+                let copied = match copies {
+                    true if self.no_slot => Copied::NoSlot,
+                    true => Copied::Yes,
+                    false => Copied::No,
+                };
+                let look = || Look { shared: self.shared, ..at(self.now_ns) };
+                self.auto.note(cell, 1 << 20, copied, &self.tally, look);
+            }
+            done
+        }
+
+        fn chosen(&self) -> [bool; 2] {
+            [1 << 20, 4096].map(|len| choose(&self.auto, len, 1))
+        }
+    }
+
     #[test]
     fn what_gets_more_done_in_use_is_taken_for_all_cells() {
-        let (auto, tally) = (calibrated(), Tally::default());
-        let cell = Cell::of(Direction::ToDevice, 1 << 20, 1);
-        let mut now_ns = 0;
-        // A device reads a slot faster than it maps and reads the buffer.
-        let mut work = |ms, shared| {
-            let until_ns = now_ns + ms * MS;
-            while now_ns < until_ns {
-                let copies = choose(&auto, 1 << 20, 1);
-                now_ns += if copies { 100_000 } else { 150_000 };
-                auto.note(cell, 1 << 20, copies, &tally, || Look { shared, ..at(now_ns) });
-            }
-            [(1 << 20, 1), (4096, 1)].map(|(len, runs)| choose(&auto, len, runs))
-        };
-        assert_eq!(work(10, false), [false, false]);
-        assert_eq!(work(200, false), [true, true]);
-        let reason = ChoiceReason::Faster { percent: 50 };
-        let choices = auto.choices(&tally);
-        assert!(choices.cells.iter().all(|cell| cell.copies && cell.reason == reason), "{choices}");
+        let mut it = Use::new();
+        assert_eq!((it.work(10)[1], it.chosen()), (0, [false, false]));
+        // While a turn of copies is tried, that is not the choice yet.
+        while !it.chosen()[0] {
+            it.work(1);
+        }
+        let choices = it.auto.choices(&it.tally);
+        assert!(choices.cells.iter().all(|cell| !cell.copies), "{choices}");
         // Nothing is tried while another thread has the CPU.
-        assert_eq!(work(5000, true), [true, true]);
-        assert!(!auto.counts.load(Relaxed));
-        auto.restart(calibrated().choices(&tally).calibration);
-        let chosen = [(1 << 20, 1), (4096, 1)].map(|(len, runs)| choose(&auto, len, runs));
-        assert_eq!(chosen, [false, true], "the small one, as the CPU is shared");
+        it.shared = true;
+        it.work(1);
+        assert_eq!(it.chosen(), [false, true], "the small one, as the CPU is shared");
+        assert_eq!(it.work(5000)[1], 0);
+        it.shared = false;
+        it.work(500);
+        assert_eq!(it.chosen(), [true, true]);
+        let reason = ChoiceReason::Faster { percent: 50 };
+        let choices = it.auto.choices(&it.tally);
+        assert!(choices.cells.iter().all(|cell| cell.copies && cell.reason == reason), "{choices}");
+        it.auto.restart(calibrated().choices(&it.tally).calibration);
+        assert_eq!(it.chosen(), [false, false]);
+    }
+
+    #[test]
+    fn what_there_is_no_slot_for_is_not_copied_for_a_trials_sake() {
+        let mut it = Use::new();
+        it.work(300);
+        assert_eq!(it.chosen(), [true, true]);
+        it.no_slot = true;
+        assert_eq!(it.work(10_000)[1], 1);
+        assert!(!it.auto.counts.load(Relaxed));
     }
 
     #[test]
@@ -503,11 +581,11 @@ mod tests {
         let cell = Cell::of(Direction::ToDevice, 4096, 1);
         let look = || Look { shared: true, ..at(u64::MAX) };
         let note = |copied| auto.note(cell, 4096, copied, &tally, look);
-        (1..LOOK_EVERY).for_each(|_| note(false));
+        (1..LOOK_EVERY).for_each(|_| note(Copied::No));
         assert!(!auto.is_shared());
-        note(false);
+        note(Copied::No);
         assert!(auto.is_shared());
-        note(true);
+        note(Copied::Yes);
         let cells = auto.choices(&tally).cells;
         assert_eq!(cells, [], "it was not chosen for");
         choose(&auto, 4096, 1);

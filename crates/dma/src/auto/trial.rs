@@ -5,22 +5,30 @@
 //! reads one slot faster than the pages of a buffer. How many bytes are mapped in a time shows all of it. A
 //! device with a rate of its own has it either way: then nothing is faster, and it is done as calibrated.
 //!
-//! A trial is up to [`PAIRS`] pairs of slices, one of each way. Of a slice the first part does not count, as what was
-//! mapped in the slice before is still being done. Another way than the calibrated one is kept only as long as
-//! trials show that it is faster. They come after a second, and after twice the time each as long as nothing
-//! changes, up to [`LONGEST_PAUSE_S`].
+//! A trial is up to [`PAIRS`] pairs of slices, one of each way, whose order changes from pair to pair, so that a load
+//! that grows favours neither. Of a slice the first part does not count, as what was mapped in the slice before is
+//! still being done. Another way than the calibrated one is kept only as long as trials show that it is
+//! faster, and mappings come fast. Trials come after a second, and after twice the time each as long as nothing
+//! changes, up to [`LONGEST_PAUSE_S`]; so they do if they find no end, because the load is one of short bursts or
+//! because the other way is very slow.
+
+use arrayvec::ArrayVec;
 
 /// What a slice takes at least: until it counts, and from then on. Longer than requests wait in the queue of a
 /// device that is fast enough for the choice to matter.
 const LEAD_NS: u64 = 5_000_000;
 const COUNTED_NS: u64 = 9_000_000;
-/// A slice that takes longer than this has no result: mappings have become rare.
-const LONGEST_NS: u64 = 2 * (LEAD_NS + COUNTED_NS);
-/// With fewer looks in the part of the first slice that counts, nothing is tried: the noise would decide.
-const BUSY: u32 = 6;
+/// How many looks it has at least in each of these parts: more mappings than wait in a queue, as a rule.
+const LOOKS: u32 = 16;
+/// A slice that takes longer than this has no result: mappings are too rare, so that noise would decide.
+const LONGEST_NS: u64 = 100_000_000;
+/// So does one with such a gap between two looks: a burst has ended.
+const GAP_NS: u64 = 20_000_000;
 const PAIRS: usize = 6;
 /// In so many pairs copies may seem slow because the pools grow.
 const COLD: usize = 2;
+/// How soon it looks again whether mappings come fast.
+const AGAIN_NS: u64 = 50_000_000;
 const SECOND_NS: u64 = 1_000_000_000;
 const LONGEST_PAUSE_S: u64 = 16;
 
@@ -52,16 +60,18 @@ pub(super) struct Done {
 #[derive(Clone, Copy)]
 struct Slice {
     began_ns: u64,
+    /// The last look, or the beginning.
+    last_ns: u64,
     /// When it began to count, and what had been done then.
     from: Option<(u64, Done)>,
-    /// The looks since then.
+    /// The looks since then, or since it began.
     looks: u32,
 }
 
 /// A trial of another way.
 struct Trial {
     other: Way,
-    /// Bytes per nanosecond: in turn of the way before, and of the other.
+    /// Bytes per nanosecond of each slice.
     rates: [f64; 2 * PAIRS],
     slices: usize,
 }
@@ -71,13 +81,14 @@ pub(super) struct Trials {
     /// The way between trials; if it is not the calibrated one, by how many percent it is faster.
     way: Way,
     percent: u32,
+    /// None, in the first slice of a trial, too.
     trial: Option<Trial>,
     /// None, between trials.
     slice: Option<Slice>,
     due_ns: u64,
     pause_s: u64,
-    /// Whether the last trial was of what is less like the way before.
-    opposite: bool,
+    /// Whether the next trial is of what is most unlike the calibrated way, or of what is more like it.
+    unlike: bool,
 }
 
 impl Trials {
@@ -89,21 +100,21 @@ impl Trials {
             slice: None,
             due_ns: 0,
             pause_s: 0,
-            opposite: false,
+            unlike: true,
         }
     }
 
     /// The way to go now.
     pub(super) fn way(&self) -> Way {
         match &self.trial {
-            Some(trial) if trial.slices % 2 == 1 => trial.other,
+            Some(trial) if Trial::is_other(trial.slices) => trial.other,
             _ => self.way,
         }
     }
 
-    /// By how many percent another way than the calibrated one is faster, if one is.
-    pub(super) fn faster(&self) -> Option<u32> {
-        (self.way != Way::Calibrated).then_some(self.percent)
+    /// The way to go between trials, and by how many percent it is faster than the calibrated one, if it is another.
+    pub(super) fn kept(&self) -> (Way, Option<u32>) {
+        (self.way, (self.way != Way::Calibrated).then_some(self.percent))
     }
 
     /// Whether [`step`](Self::step) needs to know what is done.
@@ -119,29 +130,31 @@ impl Trials {
             }
             return;
         };
-        let since_ns = now_ns.saturating_sub(slice.began_ns);
-        if since_ns > LONGEST_NS {
-            return self.stop();
+        let (since_ns, gap_ns) =
+            (now_ns.saturating_sub(slice.began_ns), now_ns.saturating_sub(slice.last_ns));
+        if now_ns < slice.began_ns || since_ns > LONGEST_NS || gap_ns > GAP_NS {
+            return self.stop(now_ns);
         }
+        slice.last_ns = now_ns;
+        slice.looks += 1;
         let Some((from_ns, before)) = slice.from else {
-            if since_ns >= LEAD_NS {
-                slice.from = Some((now_ns, done));
+            if since_ns >= LEAD_NS && slice.looks >= LOOKS {
+                (slice.from, slice.looks) = (Some((now_ns, done)), 0);
             }
             return;
         };
-        slice.looks += 1;
         let took_ns = now_ns.saturating_sub(from_ns);
-        if took_ns < COUNTED_NS {
+        if took_ns < COUNTED_NS || slice.looks < LOOKS {
             return;
         }
         let done = done.since(before);
-        if done.bytes() == 0 || self.trial.is_none() && slice.looks < BUSY {
-            return self.stop();
+        if done.bytes() == 0 {
+            return self.stop(now_ns);
         }
         self.slice = Some(Slice::new(now_ns));
-        let (way, opposite) = (self.way, !self.opposite);
+        let (way, unlike) = (self.way, self.unlike);
         let trial = self.trial.get_or_insert_with(|| Trial {
-            other: way.other(done, opposite),
+            other: way.other(done, unlike),
             rates: [0.0; 2 * PAIRS],
             slices: 0,
         });
@@ -152,24 +165,44 @@ impl Trials {
         }
     }
 
-    /// Ends the trial that runs, if any, without a result.
-    pub(super) fn stop(&mut self) {
-        (self.slice, self.trial) = (None, None);
+    /// Ends the trial that runs, if any, without a result. A way that no trial can confirm is not kept.
+    pub(super) fn stop(&mut self, now_ns: u64) {
+        if self.slice.is_none() {
+            return;
+        }
+        self.due_ns = now_ns.saturating_add(AGAIN_NS);
+        if self.trial.is_some() {
+            self.pause(now_ns, true);
+        }
+        (self.slice, self.trial, self.way) = (None, None, Way::Calibrated);
+    }
+
+    /// A copy found no slot: others may need those that there are. Nothing is tried, or kept, for a while.
+    pub(super) fn give_up(&mut self, now_ns: u64) {
+        if self.way() == Way::Copies {
+            (self.slice, self.trial, self.way) = (None, None, Way::Calibrated);
+            self.pause_s = LONGEST_PAUSE_S;
+            self.pause(now_ns, true);
+        }
     }
 
     /// Ends the trial: the other way was so many times as fast.
     fn end(&mut self, now_ns: u64, times: f64) {
         let Some(Trial { other, .. }) = self.trial.take() else { return };
         let before = self.way;
-        let (way, times) = if times >= FASTER { (other, times) } else { (before, 1.0 / times) };
-        // What is not shown to be faster is done as calibrated.
+        // Against the calibrated way, whichever of the two that is.
+        let (way, times) =
+            if before == Way::Calibrated { (other, times) } else { (before, 1.0 / times) };
         self.way = if times >= FASTER { way } else { Way::Calibrated };
         self.percent = ((times - 1.0) * 100.0).round() as u32;
-        self.pause_s =
-            if self.way == before { (2 * self.pause_s).clamp(1, LONGEST_PAUSE_S) } else { 1 };
-        self.due_ns = now_ns.saturating_add(self.pause_s * SECOND_NS);
-        self.opposite = !self.opposite;
+        self.unlike ^= before == Way::Calibrated;
         self.slice = None;
+        self.pause(now_ns, self.way == before);
+    }
+
+    fn pause(&mut self, now_ns: u64, longer: bool) {
+        self.pause_s = if longer { (2 * self.pause_s).clamp(1, LONGEST_PAUSE_S) } else { 1 };
+        self.due_ns = now_ns.saturating_add(self.pause_s * SECOND_NS);
     }
 }
 
@@ -182,15 +215,13 @@ impl Way {
         }
     }
 
-    /// Another way, where this one does so much: the opposite of what it mostly does, or the other that is left.
-    fn other(self, done: Done, opposite: bool) -> Way {
+    /// The way to try, where this one does so much.
+    fn other(self, done: Done, unlike: bool) -> Way {
         let copies = done.copied > done.mapped;
         match self {
-            Way::Calibrated if copies != opposite => Way::Copies,
+            Way::Calibrated if copies != unlike => Way::Copies,
             Way::Calibrated => Way::Maps,
-            Way::Copies if opposite => Way::Maps,
-            Way::Maps if opposite => Way::Copies,
-            _ => Way::Calibrated,
+            Way::Copies | Way::Maps => Way::Calibrated,
         }
     }
 }
@@ -210,29 +241,39 @@ impl Done {
 
 impl Slice {
     fn new(began_ns: u64) -> Slice {
-        Slice { began_ns, from: None, looks: 0 }
+        Slice { began_ns, last_ns: began_ns, from: None, looks: 0 }
     }
 }
 
 impl Trial {
+    /// Whether a slice is one of the other way: the second of the first pair, the first of the next, and so on.
+    fn is_other(slice: usize) -> bool {
+        (slice + 1) / 2 % 2 == 1
+    }
+
     /// How many times as fast the other way is, once that is known.
     fn result(&self) -> Option<f64> {
         let (pairs, rest) = self.rates[..self.slices].as_chunks::<2>();
         if !rest.is_empty() {
             return None;
         }
-        let clear = pairs.last_chunk::<2>().is_some_and(|last| {
-            last.iter().all(|[before, other]| *other >= CLEARLY * before)
-                || pairs.len() > COLD
-                    && last.iter().all(|[before, other]| CLEARLY * other <= *before)
+        // Logarithms of how many times as fast.
+        let pairs = pairs.iter().enumerate();
+        let times = pairs.map(|(pair, [first, second])| {
+            let times = second / first;
+            if Trial::is_other(2 * pair) { -times.ln() } else { times.ln() }
         });
-        let counted = match pairs.len() {
-            PAIRS => &pairs[COLD..],
-            pairs_so_far if clear => &pairs[pairs_so_far - 2..],
+        let times: ArrayVec<f64, PAIRS> = times.collect();
+        let clear = times.last_chunk::<2>().is_some_and(|last| {
+            last.iter().all(|times| *times >= CLEARLY.ln())
+                || times.len() >= COLD + 2 && last.iter().all(|times| *times <= -CLEARLY.ln())
+        });
+        let counted = match times.len() {
+            PAIRS => &times[COLD..],
+            len if clear => &times[len - 2..],
             _ => return None,
         };
-        let logs = counted.iter().map(|[before, other]| (other / before).ln());
-        Some((logs.sum::<f64>() / counted.len() as f64).exp())
+        Some((counted.iter().sum::<f64>() / counted.len() as f64).exp())
     }
 }
 
@@ -240,35 +281,41 @@ impl Trial {
 mod tests {
     use super::*;
 
-    const LOOK_NS: u64 = 200_000;
+    const STEP_NS: u64 = 200_000;
+    /// 32 pages.
+    const LOOK_BYTES: u64 = 128 << 10;
 
     /// Mappings that go at some rate, as calibrated without copies.
     struct Load {
         trials: Trials,
         now_ns: u64,
         done: Done,
+        looked: u64,
         noise: u64,
     }
 
     impl Load {
         fn new() -> Load {
-            Load { trials: Trials::new(), now_ns: 7, done: Done::default(), noise: 1 }
+            Load { trials: Trials::new(), now_ns: 7, done: Done::default(), looked: 0, noise: 1 }
         }
 
         /// For so many milliseconds mappings take turns at `rate`, in MB/s, by way; returns how long they went
         /// each way, in milliseconds.
         fn run(&mut self, ms: u64, rate: impl Fn(Way) -> u64) -> [u64; 3] {
             let mut went_ns = [0; 3];
-            for _ in 0..ms * 1_000_000 / LOOK_NS {
+            for _ in 0..ms * 1_000_000 / STEP_NS {
                 let way = self.trials.way();
-                went_ns[way as usize] += LOOK_NS;
-                self.now_ns += LOOK_NS;
-                let bytes = rate(way) * LOOK_NS / 1000;
+                went_ns[way as usize] += STEP_NS;
+                self.now_ns += STEP_NS;
+                let bytes = rate(way) * STEP_NS / 1000;
                 match way {
                     Way::Copies => self.done.copied += bytes,
                     _ => self.done.mapped += bytes,
                 }
-                self.trials.step(self.now_ns, self.done);
+                if self.done.bytes() - self.looked >= LOOK_BYTES {
+                    self.looked = self.done.bytes();
+                    self.trials.step(self.now_ns, self.done);
+                }
             }
             went_ns.map(|ns| ns / 1_000_000)
         }
@@ -289,16 +336,66 @@ mod tests {
     fn what_is_faster_is_taken_soon_and_kept() {
         let mut load = Load::new();
         load.run(100, by_way(1000, 1400, 1000));
-        assert_eq!((load.trials.way(), load.trials.faster()), (Way::Copies, Some(40)));
+        assert_eq!(load.trials.kept(), (Way::Copies, Some(40)));
         let went = load.run(60_000, by_way(1000, 1400, 1000));
-        assert_eq!((load.trials.way, load.trials.faster()), (Way::Copies, Some(40)));
+        assert_eq!(load.trials.kept(), (Way::Copies, Some(40)));
         assert!(went[1] > 59_500, "{went:?}");
         // A rate of its own: it is done as calibrated, after the next trial.
         load.run(17_000, by_way(1000, 1000, 1000));
-        assert_eq!((load.trials.way, load.trials.faster()), (Way::Calibrated, None));
+        assert_eq!(load.trials.kept(), (Way::Calibrated, None));
         // It is not only copies that are tried.
-        load.run(3_000, by_way(1000, 1000, 1300));
-        assert_eq!((load.trials.way, load.trials.faster()), (Way::Maps, Some(30)));
+        load.run(40_000, by_way(1000, 1000, 1300));
+        assert_eq!(load.trials.kept(), (Way::Maps, Some(30)));
+    }
+
+    #[test]
+    fn only_the_calibrated_way_takes_the_place_of_one_that_is_kept() {
+        let mut load = Load::new();
+        load.run(100, by_way(1000, 1400, 1400));
+        let went = load.run(60_000, by_way(1000, 1400, 1400));
+        assert!(went[0] < 500, "{went:?}");
+        assert_eq!(load.trials.kept(), (Way::Copies, Some(40)));
+    }
+
+    #[test]
+    fn a_way_is_kept_no_longer_than_mappings_come_fast() {
+        let mut load = Load::new();
+        load.run(100, by_way(1000, 1400, 1000));
+        assert_eq!(load.trials.kept(), (Way::Copies, Some(40)));
+        // A look in 6.5 ms.
+        load.run(1_500, |_| 20);
+        assert_eq!(load.trials.kept(), (Way::Calibrated, None));
+        let went = load.run(60_000, |_| 20);
+        assert_eq!(went[1..], [0, 0]);
+    }
+
+    #[test]
+    fn a_trial_without_an_end_is_not_repeated_at_once() {
+        // Bursts of 80 ms: too short, where the other way is not clearly faster or slower.
+        let (mut load, mut went) = (Load::new(), [0; 3]);
+        for _ in 0..1000 {
+            let some = load.run(80, by_way(1000, 900, 1000));
+            went.iter_mut().zip(some).for_each(|(sum, some)| *sum += some);
+            load.now_ns += 50_000_000;
+        }
+        assert!(went[1] < 1_000, "{went:?}");
+        // So slow that a slice does not end.
+        let mut load = Load::new();
+        let went = load.run(100_000, by_way(1000, 1, 1000));
+        assert!(went[1] < 3_000, "{went:?}");
+    }
+
+    #[test]
+    fn a_load_that_grows_is_no_reason() {
+        for start in [10.0, 100.0, 1000.0f64] {
+            let mut load = Load::new();
+            let mut rate = start;
+            for _ in 0..100 {
+                load.run(14, |_| rate as u64);
+                assert_eq!(load.trials.kept(), (Way::Calibrated, None));
+                rate = (rate * 1.3).min(10_000.0);
+            }
+        }
     }
 
     #[test]
@@ -315,39 +412,40 @@ mod tests {
 
     #[test]
     fn noise_decides_seldom() {
-        let (mut load, mut went) = (Load::new(), [0; 3]);
-        for _ in 0..100_000 / 15 {
-            let noisy = load.noisy();
-            let some = load.run(15, |way| noisy(by_way(1000, 1000, 1000)(way)));
-            went.iter_mut().zip(some).for_each(|(sum, some)| *sum += some);
-        }
-        assert!(went[0] > 60_000, "{went:?}");
-        // And what is worse is never kept.
-        let (mut load, mut went) = (Load::new(), [0; 3]);
-        for _ in 0..100_000 / 15 {
-            let noisy = load.noisy();
-            let some = load.run(15, |way| noisy(by_way(1000, 700, 700)(way)));
-            went.iter_mut().zip(some).for_each(|(sum, some)| *sum += some);
-        }
-        assert!(went[0] > 95_000, "{went:?}");
+        // How long a load goes which way in 100 s whose rates are between 3/4 and 5/4 of these.
+        let went = |copies, maps| {
+            let (mut load, mut went) = (Load::new(), [0; 3]);
+            for _ in 0..100_000 / 15 {
+                let noisy = load.noisy();
+                let some = load.run(15, |way| noisy(by_way(1000, copies, maps)(way)));
+                went.iter_mut().zip(some).for_each(|(sum, some)| *sum += some);
+            }
+            went
+        };
+        let alike = went(1000, 1000);
+        assert!(alike[0] > 75_000, "{alike:?}");
+        let worse = went(700, 700);
+        assert!(worse[0] > 98_000, "{worse:?}");
+        let better = went(1400, 1000);
+        assert!(better[1] > 90_000, "{better:?}");
     }
 
     #[test]
     fn pools_that_grow_do_not_count() {
         let mut load = Load::new();
         // The first two slices of copies.
-        let cold_ns = 4 * (LEAD_NS + COUNTED_NS + LOOK_NS) / 1_000_000;
+        let cold_ns = 4 * (LEAD_NS + COUNTED_NS + STEP_NS) / 1_000_000;
         load.run(cold_ns, by_way(1000, 200, 1000));
         assert!(load.trials.trial.is_some());
         load.run(200, by_way(1000, 1500, 1000));
-        assert_eq!((load.trials.way, load.trials.faster()), (Way::Copies, Some(50)));
+        assert_eq!(load.trials.kept(), (Way::Copies, Some(50)));
     }
 
     #[test]
     fn nothing_is_tried_where_mappings_are_rare() {
         let mut trials = Trials::new();
         for at in 0..1000 {
-            trials.step(at * 2_000_000, Done { copied: 0, mapped: at << 20 });
+            trials.step(at * 8_000_000, Done { copied: 0, mapped: at << 20 });
             assert_eq!(trials.way(), Way::Calibrated);
         }
         // Nor is a way kept that a load left behind.
@@ -364,12 +462,13 @@ mod tests {
     #[test]
     fn counts_and_clocks_may_go_backwards() {
         let mut trials = Trials::new();
-        for at in [u64::MAX, 0, 1 << 40, u64::MAX, 5] {
-            for _ in 0..100 {
-                trials.step(at, Done { copied: at, mapped: u64::MAX - at });
-                trials.step(at.wrapping_add(LEAD_NS), Done::default());
+        for at in [5, 1 << 40, u64::MAX, 0, 1 << 50, 7] {
+            for ns in (0..100).map(|n| n * COUNTED_NS / 10) {
+                let done = Done { copied: at, mapped: u64::MAX - ns };
+                trials.step(at.saturating_add(ns), done);
             }
         }
-        assert_eq!(trials.way, Way::Calibrated);
+        assert_eq!(trials.kept(), (Way::Calibrated, None));
+        assert!(trials.slice.is_none_or(|slice| slice.began_ns < 1 << 40), "it waits for 7 again");
     }
 }

@@ -45,8 +45,8 @@ pub struct Ended {
     pub failure: Option<anyhow::Error>,
 }
 
-/// Time that a round runs before it is measured, at most: queues fill, caches warm.
-const RUN_IN: Duration = Duration::from_millis(100);
+/// Time that a round runs before it is measured, at most: queues fill, caches warm, `auto` tries.
+const RUN_IN: Duration = Duration::from_millis(200);
 /// How long the discarded round runs, at most.
 const WARM_UP: Duration = Duration::from_millis(300);
 /// What setting a round up takes, roughly, for the time left.
@@ -450,7 +450,7 @@ impl Stage<'_> {
         };
         // A job that ends by itself is measured from its first I/O.
         let run_in =
-            if endless { RUN_IN.min(runtime.unwrap_or_default() / 4) } else { Duration::ZERO };
+            if endless { RUN_IN.min(runtime.unwrap_or_default() / 3) } else { Duration::ZERO };
         let take_stock = || {
             let load_ns = self.load.cpu_ns();
             let device_ns = || link.map_or(0, Link::device_cpu_ns);
