@@ -34,7 +34,7 @@ const LONGEST_PAUSE_S: u64 = 16;
 
 /// How many times as fast another way has to be: more than the noise of a trial.
 const FASTER: f64 = 1.08;
-/// The same, or its inverse, if two pairs in a row are to end a trial early.
+/// The same, or its inverse, if two pairs in a row are to end a trial early: of any slices of theirs.
 const CLEARLY: f64 = 1.2;
 
 /// How it is chosen which mappings are copies.
@@ -253,27 +253,30 @@ impl Trial {
 
     /// How many times as fast the other way is, once that is known.
     fn result(&self) -> Option<f64> {
-        let (pairs, rest) = self.rates[..self.slices].as_chunks::<2>();
-        if !rest.is_empty() {
+        let rates = &self.rates[..self.slices];
+        let pairs = rates.len() / 2;
+        if rates.len() % 2 != 0 || pairs < 2 {
             return None;
         }
-        // Logarithms of how many times as fast.
-        let pairs = pairs.iter().enumerate();
-        let times = pairs.map(|(pair, [first, second])| {
-            let times = second / first;
-            if Trial::is_other(2 * pair) { -times.ln() } else { times.ln() }
-        });
-        let times: ArrayVec<f64, PAIRS> = times.collect();
-        let clear = times.last_chunk::<2>().is_some_and(|last| {
-            last.iter().all(|times| *times >= CLEARLY.ln())
-                || times.len() >= COLD + 2 && last.iter().all(|times| *times <= -CLEARLY.ln())
-        });
-        let counted = match times.len() {
-            PAIRS => &times[COLD..],
-            len if clear => &times[len - 2..],
-            _ => return None,
+        // Of the pairs from this one on, each way's slices, the slowest first.
+        let of = |way, from: usize| {
+            let slices = rates.iter().enumerate().skip(2 * from);
+            let of =
+                slices.filter(|(slice, _)| Trial::is_other(*slice) == way).map(|(_, rate)| *rate);
+            let mut of: ArrayVec<f64, PAIRS> = of.collect();
+            of.sort_by(f64::total_cmp);
+            of
         };
-        Some((counted.iter().sum::<f64>() / counted.len() as f64).exp())
+        let mean = |rates: &[f64]| rates.iter().sum::<f64>() / rates.len() as f64;
+        if pairs == PAIRS {
+            // The slowest slice of each is left out: another thread may have had the CPU.
+            return Some(mean(&of(true, COLD)[1..]) / mean(&of(false, COLD)[1..]));
+        }
+        // The last two pairs.
+        let (other, before) = (of(true, pairs - 2), of(false, pairs - 2));
+        let clear =
+            other[0] >= CLEARLY * before[1] || pairs >= COLD + 2 && before[0] >= CLEARLY * other[1];
+        clear.then(|| mean(&other) / mean(&before))
     }
 }
 
