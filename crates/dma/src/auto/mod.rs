@@ -274,13 +274,13 @@ impl Auto {
             let (own, all) =
                 (&tally.bytes[usize::from(is_copy)], &self.bytes[usize::from(is_copy)]);
             own.fetch_add(len, Relaxed);
-            if large || count % COUNT_EVERY == 0 {
+            if large || count.is_multiple_of(COUNT_EVERY) {
                 all.fetch_add(own.swap(0, Relaxed), Relaxed);
             }
         }
-        let way = Way::from_repr(self.way.load(Relaxed));
-        let refused = copied == Copied::NoSlot && way == Way::Copies;
-        if refused || count % if large { LOOK_EVERY_LARGE } else { LOOK_EVERY } == 0 {
+        let refused = copied == Copied::NoSlot && self.way.load(Relaxed) == Way::Copies as u8;
+        let look_every = if large { LOOK_EVERY_LARGE } else { LOOK_EVERY };
+        if refused || count.is_multiple_of(look_every) {
             self.look(look(), tally, refused);
         }
     }

@@ -248,14 +248,14 @@ impl Slice {
 impl Trial {
     /// Whether a slice is one of the other way: the second of the first pair, the first of the next, and so on.
     fn is_other(slice: usize) -> bool {
-        (slice + 1) / 2 % 2 == 1
+        slice.div_ceil(2) % 2 == 1
     }
 
     /// How many times as fast the other way is, once that is known.
     fn result(&self) -> Option<f64> {
         let rates = &self.rates[..self.slices];
         let pairs = rates.len() / 2;
-        if rates.len() % 2 != 0 || pairs < 2 {
+        if !rates.len().is_multiple_of(2) || pairs < 2 {
             return None;
         }
         // Of the pairs from this one on, each way's slices, the slowest first.
