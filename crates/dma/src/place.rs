@@ -6,7 +6,7 @@ use ringfence_iova::{Align, Allocator, Request};
 use ringfence_mem::ReadSlice;
 
 use crate::{
-    Device, Direction, DmaBuffer, Error, Policy, Segment, Trust,
+    Device, Direction, DmaBuffer, Error, ErrorKind, Policy, Segment, Trust,
     auto::{Cell, Copied, Kind, Look},
     bounce::Bounced,
     counter::Count,
@@ -66,7 +66,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         // Rules L48, L50: a buffer that would expose its neighbours to an untrusted device is
         // copied, or not mapped at all.
         if shared.means.trust != Trust::Trusted && !measured.fills {
-            return Ok(self.place_bounced(wanted, &measured)?);
+            let placed = self.place_bounced(wanted, &measured);
+            if let (Err(error), Some(bouncer)) = (&placed, &shared.bouncer)
+                && error.kind() == ErrorKind::BounceFull
+            {
+                bouncer.auto.refused(|| shared.clock.now_ns());
+            }
+            return Ok(placed?);
         }
         let mode = shared.mode.get();
         let Some(bouncer) = &shared.bouncer else { return self.place_mapped(wanted, measured) };
@@ -76,24 +82,21 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let len = measured.len;
         let (copy, cell) = bouncer.decide(mode.policy, wanted, &measured);
         let bounced = copy.then(|| self.place_bounced(wanted, &measured));
-        let placed = match bounced {
-            Some(Ok(placed)) => placed,
-            Some(Err(_)) => {
+        let (placed, copied) = match bounced {
+            Some(Ok(placed)) => (placed, Copied::Yes),
+            Some(Err(error)) => {
                 self.port.counters.not_bounced.add(1);
-                self.place_mapped(wanted, measured)?
+                let full = error.kind() == ErrorKind::BounceFull;
+                let copied = if full { Copied::NoSlot } else { Copied::No };
+                (self.place_mapped(wanted, measured)?, copied)
             }
-            None => self.place_mapped(wanted, measured)?,
+            None => (self.place_mapped(wanted, measured)?, Copied::No),
         };
         if let (Some(cell), Some(tally)) = (cell, &self.port.counters.tally) {
             // A sync waits for a time slice only if another thread does the work. A domain that
             // cannot defer flushes, such as one behind system calls, has finished the sync when it
             // returns.
             let counters = &self.port.counters;
-            let copied = match (copy, placed.bounced.is_some()) {
-                (_, true) => Copied::Yes,
-                (false, false) => Copied::No,
-                (true, false) => Copied::NoSlot,
-            };
             let look = || Look {
                 now_ns: shared.clock.now_ns(),
                 shared: shared.means.deferred_flush && shared.sampler.clock.is_shared(),

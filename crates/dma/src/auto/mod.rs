@@ -50,7 +50,7 @@ const LOOK_EVERY_LARGE: u64 = 4;
 /// How many mappings a clone counts for itself, in a trial, before it counts them for the device.
 const COUNT_EVERY: u64 = 8;
 /// What is longer than this, in bytes, is large.
-const LARGE: u64 = 64 << 10;
+const LARGE: u64 = 32 << 10;
 /// For how long a CPU counts as shared after it was last seen to be.
 const LINGER_NS: u64 = 100_000_000;
 /// The least that a sync takes on a shared CPU, for the wake-up of a thread and the switches to it
@@ -282,6 +282,14 @@ impl Auto {
         let look_every = if large { LOOK_EVERY_LARGE } else { LOOK_EVERY };
         if refused || count.is_multiple_of(look_every) {
             self.look(look(), tally, refused);
+        }
+    }
+
+    /// A copy that has to be one found no slot.
+    #[inline]
+    pub(crate) fn refused(&self, now_ns: impl FnOnce() -> u64) {
+        if self.way.load(Relaxed) == Way::Copies as u8 {
+            self.step(now_ns(), true);
         }
     }
 
@@ -561,6 +569,13 @@ mod tests {
         let reason = ChoiceReason::Faster { percent: 50 };
         let choices = it.auto.choices(&it.tally);
         assert!(choices.cells.iter().all(|cell| cell.copies && cell.reason == reason), "{choices}");
+        // Nor is anything kept longer than trials can confirm it.
+        it.shared = true;
+        it.work(20_000);
+        assert_eq!(it.chosen(), [false, true]);
+        it.shared = false;
+        it.work(500);
+        assert_eq!(it.chosen(), [true, true]);
         it.auto.restart(calibrated().choices(&it.tally).calibration);
         assert_eq!(it.chosen(), [false, false]);
     }
@@ -571,8 +586,15 @@ mod tests {
         it.work(300);
         assert_eq!(it.chosen(), [true, true]);
         it.no_slot = true;
-        assert_eq!(it.work(10_000)[1], 1);
+        assert_eq!(it.work(15_000)[1], 1);
         assert!(!it.auto.counts.load(Relaxed));
+        assert_eq!(it.work(15_000)[1], 1, "tried again after a while");
+        // What has to be copied found no slot.
+        it.no_slot = false;
+        it.work(20_000);
+        assert_eq!(it.chosen(), [true, true]);
+        it.auto.refused(|| it.now_ns);
+        assert_eq!(it.chosen(), [false, false]);
     }
 
     #[test]

@@ -18,10 +18,11 @@ use arrayvec::ArrayVec;
 /// device that is fast enough for the choice to matter.
 const LEAD_NS: u64 = 5_000_000;
 const COUNTED_NS: u64 = 9_000_000;
-/// How many looks it has at least in each of these parts: more mappings than wait in a queue, as a rule.
+/// How many looks it has at least in each of these parts: in the first, more mappings than wait in a queue, as a rule.
+const LEAD_LOOKS: u32 = 32;
 const LOOKS: u32 = 16;
 /// A slice that takes longer than this has no result: mappings are too rare, so that noise would decide.
-const LONGEST_NS: u64 = 100_000_000;
+const LONGEST_NS: u64 = 150_000_000;
 /// So does one with such a gap between two looks: a burst has ended.
 const GAP_NS: u64 = 20_000_000;
 const PAIRS: usize = 6;
@@ -130,15 +131,21 @@ impl Trials {
             }
             return;
         };
-        let (since_ns, gap_ns) =
-            (now_ns.saturating_sub(slice.began_ns), now_ns.saturating_sub(slice.last_ns));
-        if now_ns < slice.began_ns || since_ns > LONGEST_NS || gap_ns > GAP_NS {
+        let since_ns = now_ns.saturating_sub(slice.began_ns);
+        // A thread may look with a time that it read before another one looked, and a little earlier.
+        let (gap_ns, back_ns) =
+            (now_ns.saturating_sub(slice.last_ns), slice.last_ns.saturating_sub(now_ns));
+        if gap_ns > GAP_NS || back_ns > GAP_NS {
             return self.stop(now_ns);
         }
-        slice.last_ns = now_ns;
+        if since_ns > LONGEST_NS {
+            let slow = self.trial.as_ref().is_some_and(|trial| Trial::is_other(trial.slices));
+            return if slow { self.too_slow(now_ns) } else { self.stop(now_ns) };
+        }
+        slice.last_ns = slice.last_ns.max(now_ns);
         slice.looks += 1;
         let Some((from_ns, before)) = slice.from else {
-            if since_ns >= LEAD_NS && slice.looks >= LOOKS {
+            if since_ns >= LEAD_NS && slice.looks >= LEAD_LOOKS {
                 (slice.from, slice.looks) = (Some((now_ns, done)), 0);
             }
             return;
@@ -167,19 +174,28 @@ impl Trials {
 
     /// Ends the trial that runs, if any, without a result. A way that no trial can confirm is not kept.
     pub(super) fn stop(&mut self, now_ns: u64) {
-        if self.slice.is_none() {
+        if self.slice.is_none() && now_ns < self.due_ns {
             return;
         }
         self.due_ns = now_ns.saturating_add(AGAIN_NS);
         if self.trial.is_some() {
-            self.pause(now_ns, true);
+            self.unlike ^= self.way == Way::Calibrated;
+            self.pause(now_ns, self.way == Way::Calibrated);
         }
         (self.slice, self.trial, self.way) = (None, None, Way::Calibrated);
+    }
+
+    /// Ends a trial whose other way is so slow that a slice of it finds no end.
+    fn too_slow(&mut self, now_ns: u64) {
+        self.unlike ^= self.way == Way::Calibrated;
+        (self.slice, self.trial) = (None, None);
+        self.pause(now_ns, true);
     }
 
     /// A copy found no slot: others may need those that there are. Nothing is tried, or kept, for a while.
     pub(super) fn give_up(&mut self, now_ns: u64) {
         if self.way() == Way::Copies {
+            self.unlike ^= self.way == Way::Calibrated;
             (self.slice, self.trial, self.way) = (None, None, Way::Calibrated);
             self.pause_s = LONGEST_PAUSE_S;
             self.pause(now_ns, true);
@@ -219,6 +235,8 @@ impl Way {
     fn other(self, done: Done, unlike: bool) -> Way {
         let copies = done.copied > done.mapped;
         match self {
+            Way::Calibrated if done.copied == 0 => Way::Copies,
+            Way::Calibrated if done.mapped == 0 => Way::Maps,
             Way::Calibrated if copies != unlike => Way::Copies,
             Way::Calibrated => Way::Maps,
             Way::Copies | Way::Maps => Way::Calibrated,
@@ -288,8 +306,10 @@ mod tests {
     /// 32 pages.
     const LOOK_BYTES: u64 = 128 << 10;
 
-    /// Mappings that go at some rate, as calibrated without copies.
+    /// Mappings that go at some rate.
     struct Load {
+        /// Whether they are copies as calibrated.
+        copies: bool,
         trials: Trials,
         now_ns: u64,
         done: Done,
@@ -299,7 +319,14 @@ mod tests {
 
     impl Load {
         fn new() -> Load {
-            Load { trials: Trials::new(), now_ns: 7, done: Done::default(), looked: 0, noise: 1 }
+            Load {
+                copies: false,
+                trials: Trials::new(),
+                now_ns: 7,
+                done: Done::default(),
+                looked: 0,
+                noise: 1,
+            }
         }
 
         /// For so many milliseconds mappings take turns at `rate`, in MB/s, by way; returns how long they went
@@ -311,9 +338,9 @@ mod tests {
                 went_ns[way as usize] += STEP_NS;
                 self.now_ns += STEP_NS;
                 let bytes = rate(way) * STEP_NS / 1000;
-                match way {
-                    Way::Copies => self.done.copied += bytes,
-                    _ => self.done.mapped += bytes,
+                match way == Way::Copies || way == Way::Calibrated && self.copies {
+                    true => self.done.copied += bytes,
+                    false => self.done.mapped += bytes,
                 }
                 if self.done.bytes() - self.looked >= LOOK_BYTES {
                     self.looked = self.done.bytes();
@@ -346,9 +373,49 @@ mod tests {
         // A rate of its own: it is done as calibrated, after the next trial.
         load.run(17_000, by_way(1000, 1000, 1000));
         assert_eq!(load.trials.kept(), (Way::Calibrated, None));
-        // It is not only copies that are tried.
-        load.run(40_000, by_way(1000, 1000, 1300));
+    }
+
+    #[test]
+    fn mapping_is_tried_where_copies_are_calibrated() {
+        let mut load = Load { copies: true, ..Load::new() };
+        load.run(100, by_way(1000, 1000, 1300));
         assert_eq!(load.trials.kept(), (Way::Maps, Some(30)));
+    }
+
+    #[test]
+    fn a_look_of_a_moment_before_changes_nothing() {
+        let mut load = Load::new();
+        for _ in 0..1_000 {
+            load.run(1, by_way(1000, 1400, 1000));
+            load.trials.step(load.now_ns - 50_000, load.done);
+        }
+        assert_eq!(load.trials.kept(), (Way::Copies, Some(40)));
+        assert_eq!(load.trials.pause_s, 1, "the first trial showed it");
+    }
+
+    #[test]
+    fn a_way_is_kept_although_the_calibrated_one_has_become_very_slow() {
+        let mut load = Load::new();
+        load.run(100, by_way(1000, 1400, 1000));
+        let went = load.run(60_000, by_way(30, 1400, 30));
+        assert_eq!(load.trials.kept(), (Way::Copies, Some(40)));
+        assert!(went[0] < 2_000, "{went:?}");
+    }
+
+    #[test]
+    fn each_of_the_others_has_its_turn() {
+        // Half of it is copied as it is; copies find no slot.
+        let mut trials = Trials::new();
+        let mut tried = [0; 3];
+        for at in 1..400_000u64 {
+            let way = trials.way();
+            tried[way as usize] += 1;
+            match way {
+                Way::Copies => trials.give_up(at * STEP_NS),
+                _ => trials.step(at * STEP_NS, Done { copied: at << 20, mapped: at << 20 }),
+            }
+        }
+        assert!(tried[Way::Maps as usize] > 100, "{tried:?}");
     }
 
     #[test]
@@ -473,5 +540,6 @@ mod tests {
         }
         assert_eq!(trials.kept(), (Way::Calibrated, None));
         assert!(trials.slice.is_none_or(|slice| slice.began_ns < 1 << 40), "it waits for 7 again");
+        assert!(trials.due_ns < 1 << 51, "{}", trials.due_ns);
     }
 }
