@@ -133,14 +133,13 @@ impl Trials {
         };
         let since_ns = now_ns.saturating_sub(slice.began_ns);
         // A thread may look with a time that it read before another one looked, and a little earlier.
-        let (gap_ns, back_ns) =
-            (now_ns.saturating_sub(slice.last_ns), slice.last_ns.saturating_sub(now_ns));
-        if gap_ns > GAP_NS || back_ns > GAP_NS {
+        if now_ns.abs_diff(slice.last_ns) > GAP_NS {
             return self.stop(now_ns);
         }
         if since_ns > LONGEST_NS {
+            // If it is one of the other way, that is so slow that the slice finds no end.
             let slow = self.trial.as_ref().is_some_and(|trial| Trial::is_other(trial.slices));
-            return if slow { self.too_slow(now_ns) } else { self.stop(now_ns) };
+            return if slow { self.close(now_ns, self.way) } else { self.stop(now_ns) };
         }
         slice.last_ns = slice.last_ns.max(now_ns);
         slice.looks += 1;
@@ -167,8 +166,8 @@ impl Trials {
         });
         trial.rates[trial.slices] = done.bytes() as f64 / took_ns as f64;
         trial.slices += 1;
-        if let Some(times) = trial.result() {
-            self.end(now_ns, times);
+        if let (other, Some(times)) = (trial.other, trial.result()) {
+            self.end(now_ns, other, times);
         }
     }
 
@@ -177,48 +176,42 @@ impl Trials {
         if self.slice.is_none() && now_ns < self.due_ns {
             return;
         }
-        self.due_ns = now_ns.saturating_add(AGAIN_NS);
         if self.trial.is_some() {
-            self.unlike ^= self.way == Way::Calibrated;
-            self.pause(now_ns, self.way == Way::Calibrated);
+            return self.close(now_ns, Way::Calibrated);
         }
-        (self.slice, self.trial, self.way) = (None, None, Way::Calibrated);
-    }
-
-    /// Ends a trial whose other way is so slow that a slice of it finds no end.
-    fn too_slow(&mut self, now_ns: u64) {
-        self.unlike ^= self.way == Way::Calibrated;
-        (self.slice, self.trial) = (None, None);
-        self.pause(now_ns, true);
+        (self.slice, self.way) = (None, Way::Calibrated);
+        self.due_ns = now_ns.saturating_add(AGAIN_NS);
     }
 
     /// A copy found no slot: others may need those that there are. Nothing is tried, or kept, for a while.
     pub(super) fn give_up(&mut self, now_ns: u64) {
         if self.way() == Way::Copies {
-            self.unlike ^= self.way == Way::Calibrated;
-            (self.slice, self.trial, self.way) = (None, None, Way::Calibrated);
-            self.pause_s = LONGEST_PAUSE_S;
-            self.pause(now_ns, true);
+            self.close(now_ns, Way::Calibrated);
+            self.pause(now_ns, LONGEST_PAUSE_S);
         }
     }
 
     /// Ends the trial: the other way was so many times as fast.
-    fn end(&mut self, now_ns: u64, times: f64) {
-        let Some(Trial { other, .. }) = self.trial.take() else { return };
-        let before = self.way;
+    fn end(&mut self, now_ns: u64, other: Way, times: f64) {
         // Against the calibrated way, whichever of the two that is.
         let (way, times) =
-            if before == Way::Calibrated { (other, times) } else { (before, 1.0 / times) };
-        self.way = if times >= FASTER { way } else { Way::Calibrated };
+            if self.way == Way::Calibrated { (other, times) } else { (self.way, 1.0 / times) };
         self.percent = ((times - 1.0) * 100.0).round() as u32;
-        self.unlike ^= before == Way::Calibrated;
-        self.slice = None;
-        self.pause(now_ns, self.way == before);
+        self.close(now_ns, if times >= FASTER { way } else { Way::Calibrated });
     }
 
-    fn pause(&mut self, now_ns: u64, longer: bool) {
-        self.pause_s = if longer { (2 * self.pause_s).clamp(1, LONGEST_PAUSE_S) } else { 1 };
-        self.due_ns = now_ns.saturating_add(self.pause_s * SECOND_NS);
+    /// Ends the trial that runs, if any; from now on it goes this way.
+    fn close(&mut self, now_ns: u64, way: Way) {
+        let before = self.way;
+        self.unlike ^= self.trial.is_some() && before == Way::Calibrated;
+        (self.slice, self.trial, self.way) = (None, None, way);
+        let longer_s = (2 * self.pause_s).clamp(1, LONGEST_PAUSE_S);
+        self.pause(now_ns, if way == before { longer_s } else { 1 });
+    }
+
+    fn pause(&mut self, now_ns: u64, pause_s: u64) {
+        self.pause_s = pause_s;
+        self.due_ns = now_ns.saturating_add(pause_s * SECOND_NS);
     }
 }
 
