@@ -246,8 +246,13 @@ impl Copied {
             if bytes.contains(&n) {
                 slots.put(addr, byte);
                 self.done[n as usize] = false;
-            } else if self.done[n as usize] && !self.reads() && found(addr) == byte {
-                // Copied-back bytes may be loaded again; the device cannot read them.
+            } else if self.done[n as usize]
+                && !self.reads()
+                && found(addr) == byte
+                && *slots.wrote(addr) != Some(byte)
+            {
+                // Copied-back bytes may be loaded again; the device cannot read them. If the device has
+                // written the same there, nothing tells them apart: it stays the device's.
                 slots.put(addr, byte);
             }
         }
@@ -285,4 +290,18 @@ impl Copied {
     pub(crate) fn is_loading(&self, offset: u64, byte: u8) -> bool {
         self.slot.is_none() && self.first.get(offset as usize) == Some(&byte)
     }
+}
+
+#[test]
+fn a_late_write_that_equals_what_the_cpu_has_stays_the_devices() {
+    let mut data = Shadow { base: 0, bytes: vec![1, 2] };
+    let mut slots = Slots::new(0x100, 2);
+    let mut copied = Copied::new(&[(0, 2)], Direction::FromDevice, Written::Unknown, &data);
+    copied.load((0x100, 2), &mut slots, |addr| [1, 2][(addr - 0x100) as usize]).unwrap();
+    copied.note_written(0..2, &mut data, &mut slots, &|_| 0);
+    slots.written(0x100, 7);
+    *data.at(0) = 7;
+    copied.sync_for_device(1..2, &data, &mut slots, |_| 7);
+    copied.end(false, &mut data, &mut slots, &|_| 0);
+    assert!(slots.may_hold(0x100, 7) && !slots.may_hold(0x100, 1));
 }
