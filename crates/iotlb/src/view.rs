@@ -244,10 +244,12 @@ impl View {
                 Invalidation::All => drop_all(cache, windows),
             });
             mem::swap(&mut self.cache, &mut self.other);
-            // If it has gone, the endpoint's binding has changed, and is looked up now or at the next
-            // quiet point.
-            if let Some(domain) = self.left.take().and_then(|left| left.upgrade()) {
-                self.binding = Binding::Domain(domain);
+            match self.left.take().map(|left| left.upgrade()) {
+                Some(Some(domain)) => self.binding = Binding::Domain(domain),
+                // It has gone, so the endpoint's binding has changed, whether the count of changes
+                // shows that yet or not: the lock around the binding orders it, the count need not.
+                Some(None) => return self.bind(self.endpoint.changes()),
+                None => {}
             }
             self.rebind();
         }
@@ -301,17 +303,22 @@ impl View {
     fn rebind(&mut self) {
         let changes = self.endpoint.changes();
         if changes != self.changes {
-            // In this order: nothing found elsewhere is left, and nothing is looked up yet.
-            if !mutant!("what was found elsewhere is kept") {
-                drop_all(&self.cache, &self.windows);
-            }
-            self.binding = self.endpoint.binding();
-            self.changes = changes;
-            if mutant!("changes are counted after the binding is read") {
-                self.changes = self.endpoint.changes();
-            }
-            self.reader.enter(self.binding.scope());
+            self.bind(changes);
         }
+    }
+
+    /// Looks the endpoint's binding up; `changes` were counted before.
+    fn bind(&mut self, changes: u64) {
+        // In this order: nothing found elsewhere is left, and nothing is looked up yet.
+        if !mutant!("what was found elsewhere is kept") {
+            drop_all(&self.cache, &self.windows);
+        }
+        self.binding = self.endpoint.binding();
+        self.changes = changes;
+        if mutant!("changes are counted after the binding is read") {
+            self.changes = self.endpoint.changes();
+        }
+        self.reader.enter(self.binding.scope());
     }
 
     fn publish(&self) {
