@@ -313,6 +313,14 @@ impl Queue {
         either!(&mut self.0, ring => ring.pop_more(mem, most, burst))
     }
 
+    /// About how much the driver has made available that was not taken: of a split ring chains, of a
+    /// packed one descriptors, and of these at least half. A hint, at most the ring's size: the
+    /// driver's word is not checked.
+    #[inline]
+    pub fn ready(&self) -> u16 {
+        either!(&self.0, ring => ring.ready())
+    }
+
     /// Shows `each` the buffers of the available chains `skip .. ahead`, of which 0 is the next to
     /// be taken, and of their indirect tables as far as these can be read, without taking them: to
     /// request all translations that they will need at once. Returns how many chains were seen,

@@ -255,6 +255,24 @@ fn a_round_hands_over_no_more_than_a_mebibyte_and_a_request() {
 }
 
 #[test]
+fn a_round_publishes_a_quarter_of_what_can_be_done_at_once() {
+    let mut rig = Rig::new(image(MIB), 128, 8 * MIB);
+    rig.header(Kind::GetId, 0);
+    let header = Desc::readable(HEADER, HEADER_BYTES as u32);
+    let chain = [header, Desc::writable(DATA, 20), Desc::writable(STATUS, 1)];
+    for token in 0..32 {
+        rig.driver.add(&chain, token).unwrap();
+    }
+    rig.driver.publish();
+    for wanted in [8, 6, 4, 3, 2, 2, 2, 2, 2, 1] {
+        assert!(rig.round());
+        let published = std::iter::from_fn(|| rig.driver.pop().unwrap()).count();
+        assert_eq!(published, wanted);
+    }
+    assert!(!rig.round() && !rig.queue.is_busy());
+}
+
+#[test]
 fn what_one_translation_frees_is_handed_over_in_as_many_rounds_as_what_is_taken() {
     let mut rig = Rig::silent(64);
     let iotlb = rig.translated(0);

@@ -35,6 +35,12 @@ use crate::{Bus, RingLog};
 const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
+/// Of what the driver has made available, a round takes this part before it publishes what was done at
+/// once, and at least so many requests: the driver goes on with these while the device does the rest.
+/// With all of it in a round, each end would wait while the other works. A request that is not done at
+/// once does not count: what goes to the kernel goes together.
+const ROUND_SHARE: u64 = 4;
+const ROUND_LEAST: u64 = 2;
 /// For how many descriptors of a request, and as many pieces of memory, a slot keeps its
 /// allocations when the request is over: a little more than most reads and writes of 128 KiB have.
 pub const KEPT: usize = 64;
@@ -421,8 +427,14 @@ impl<S: Serve> RequestQueue<S> {
             return Ok(false);
         }
         let mut most = if self.is_full() { 0 } else { ROUND_REQUESTS };
+        let share = (u64::from(self.ring.ready()) / ROUND_SHARE).max(ROUND_LEAST);
+        let enough = self.stats.requests + share;
         let mut taken = 0;
-        while taken < most && self.serve.bytes() < stop_at && !self.is_occupied() {
+        while taken < most
+            && self.serve.bytes() < stop_at
+            && self.stats.requests < enough
+            && !self.is_occupied()
+        {
             let Some(&at) = self.free.last() else { break };
             match self.take_one(at, bus)? {
                 Taken::Nothing => break,

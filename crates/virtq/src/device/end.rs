@@ -108,6 +108,9 @@ pub(super) trait Format: Copy + fmt::Debug {
     /// Enables a kick with the next chain.
     fn enable(&self, areas: &Self::Areas, config: &RingConfig);
 
+    /// As [`Queue::ready`](super::Queue::ready).
+    fn ready(&self, areas: &Self::Areas, size: u16) -> u16;
+
     /// As [`Queue::peek_from`](super::Queue::peek_from), for the chains from `skip` to `ahead`.
     fn peek(
         &self,
@@ -368,6 +371,10 @@ impl<F: Format> End<F> {
             // Those before it are returned first: the next call meets it again.
             _ => Ok(count),
         }
+    }
+
+    pub(super) fn ready(&self) -> u16 {
+        self.areas.as_ref().map_or(0, |areas| self.at.ready(areas, self.config.size))
     }
 
     pub(super) fn peek_from(

@@ -248,6 +248,25 @@ impl Format for Position {
         });
     }
 
+    #[inline]
+    fn ready(&self, areas: &Areas, size: u16) -> u16 {
+        let room = size - self.held;
+        let is_ready = |count: u16| {
+            let RingPos { at, wrap } = self.next_avail.forward(count - 1, size);
+            // No descriptor is read on its word.
+            areas.ring.state(at, Ordering::Relaxed).is_available(wrap)
+        };
+        // Made available in order: where one is, those before it are.
+        let mut ready = 0;
+        for bits in 0..u16::BITS {
+            match 1 << bits {
+                count if count <= room && is_ready(count) => ready = count,
+                _ => break,
+            }
+        }
+        ready
+    }
+
     fn peek(
         &self,
         areas: &Areas,

@@ -246,6 +246,13 @@ impl Format for Indices {
         }
     }
 
+    #[inline]
+    fn ready(&self, areas: &Areas, size: u16) -> u16 {
+        // No chain is read on its word.
+        let idx = areas.avail.idx().load(Ordering::Relaxed);
+        idx.wrapping_sub(self.next_avail).min(size)
+    }
+
     fn peek(
         &self,
         areas: &Areas,

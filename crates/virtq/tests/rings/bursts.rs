@@ -177,6 +177,42 @@ fn peeking_shows_what_lies_ahead_and_changes_nothing() {
 }
 
 #[test]
+fn what_is_ready_is_about_what_was_published_and_not_taken() {
+    for packed in [false, true] {
+        let ram = ram();
+        let size = if packed { 12 } else { 16 };
+        let (mut driver, mut device) = testing::pair_of(&ram, BASE, config(size, packed));
+        let (mut burst, mut out) = (Burst::new(), [driver::Used::default(); 16]);
+        for round in 0..40 {
+            let count = round % usize::from(size + 1);
+            let buffers = (0..count as u64).map(|at| (Desc::readable(DATA, 1), at));
+            assert_eq!(driver.add_burst(buffers), Ok(count));
+            assert_eq!(device.ready(), 0, "not published");
+            driver.publish();
+            let about = |device: &device::Queue, count: usize| {
+                let ready = usize::from(device.ready());
+                let least = if packed { count.div_ceil(2) } else { count };
+                assert!((least..=count).contains(&ready), "{ready} of {count}, round {round}");
+            };
+            about(&device, count);
+            let taken = device.pop_burst(&ram, count / 3, &mut burst).unwrap();
+            about(&device, count - taken);
+            device.push_used_burst(burst.heads().map(|head| (head, 0)));
+            assert_eq!(device.pop_burst(&ram, count, &mut burst), Ok(count - taken));
+            assert_eq!(device.ready(), 0);
+            device.push_used_burst(burst.heads().map(|head| (head, 0)));
+            let _ = device.publish_used();
+            assert_eq!(driver.pop_burst(&mut out), Ok(count));
+        }
+    }
+    // An arbitrary index is believed no further than the ring is long, and breaks nothing here.
+    let ram = ram();
+    let (_, device) = testing::pair(&ram, BASE, 8, true);
+    ram.write(device.config().avail + 2, &0x9999_u16.to_le_bytes()).unwrap();
+    assert_eq!((device.ready(), device.broken()), (8, None));
+}
+
+#[test]
 fn peeking_is_bounded_whatever_lies_there() {
     for packed in [false, true] {
         let ram = ram();
