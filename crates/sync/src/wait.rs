@@ -32,8 +32,15 @@ const FIRST_SPIN_NS: u64 = 10_000;
 /// 95 µs in vain: a tenth of a microsecond a sleep in the end, and at most 20 µs, if one wait in five is short.
 const AGAIN: (u32, u32) = (2, 1024);
 /// How long a waiter looks before it yields its CPU between looks: longer than any response from
-/// another CPU takes.
+/// another CPU takes. Where what it waits for shares the CPU, all of that is lost, in each wait.
 const YIELD_AFTER_NS: u64 = 5_000;
+/// The same on a CPU that is shared with a thread that soon leaves it again: longer than most responses
+/// take. A thread that does not leave it takes a time slice at each yield: where that was seen, the
+/// longer time holds again.
+const YIELD_EARLY_NS: u64 = 1_000;
+/// If a yield takes so long, and less than [`GAP_NS`], such a thread has run: longer than the yield
+/// itself takes, and a look.
+const PARTNER_NS: u64 = 4_000;
 /// A gap between two looks that counts as missing time, in which another thread had a time slice of
 /// its own. Longer than a look or an interrupt takes, and longer than a thread woken by this one
 /// (io_uring's, the front end's) runs before it leaves the CPU again.
@@ -182,7 +189,7 @@ impl Wait {
             Notify::Poll => (Next::Look, Going::Awake),
             Notify::Sleep => (Next::Sleep, Going::Slept),
             Notify::Adaptive => {
-                sharing.looked(last, now_ns, lost);
+                sharing.looked(last, now_ns, sharing.yields(began, last), lost);
                 let is_soon = || due_ns().is_some_and(|due| due <= now_ns.saturating_add(SPIN_NS));
                 match now_ns.saturating_sub(began) < self.spin_ns {
                     _ if sharing.is_shared(now_ns) => (Next::Sleep, Going::Yielded),
@@ -196,11 +203,10 @@ impl Wait {
         match next {
             Next::Look => {
                 self.now = Some((began, now_ns, going));
-                if now_ns.saturating_sub(began) < YIELD_AFTER_NS {
-                    core::hint::spin_loop();
-                } else {
+                match sharing.yields(began, now_ns) {
+                    false => core::hint::spin_loop(),
                     // What is waited for may need this very CPU.
-                    std::thread::yield_now();
+                    true => std::thread::yield_now(),
                 }
             }
             // Time spent asleep does not count as missing.
@@ -231,6 +237,8 @@ struct Sharing {
     rest_ns: Cell<u64>,
     /// How long it has been awake since without losing its CPU.
     calm_ns: Cell<u64>,
+    /// Whether a thread that soon leaves the CPU again shares it.
+    partner: Cell<bool>,
     /// When [`ready_ns`] was last read, and what it returned.
     sample: Cell<(u64, u64)>,
 }
@@ -246,6 +254,7 @@ impl Sharing {
             until_ns: Cell::new(0),
             rest_ns: Cell::new(SHARED_NS.0),
             calm_ns: Cell::new(0),
+            partner: Cell::new(false),
             sample: Cell::new((0, 0)),
         }
     }
@@ -254,11 +263,20 @@ impl Sharing {
         now_ns < self.until_ns.get()
     }
 
-    /// The thread has looked at `last_ns` and at `now_ns`, and paused in between. `lost` returns
-    /// how often it has lost its CPU.
-    fn looked(&self, last_ns: u64, now_ns: u64, lost: impl FnOnce() -> u64) {
+    /// Whether a look at `now_ns`, in a wait that began then, is followed by a yield.
+    fn yields(&self, began_ns: u64, now_ns: u64) -> bool {
+        let after = if self.partner.get() { YIELD_EARLY_NS } else { YIELD_AFTER_NS };
+        now_ns.saturating_sub(began_ns) >= after
+    }
+
+    /// The thread has looked at `last_ns` and at `now_ns`, and paused in between, or `yielded`.
+    /// `lost` returns how often it has lost its CPU.
+    fn looked(&self, last_ns: u64, now_ns: u64, yielded: bool, lost: impl FnOnce() -> u64) {
         let between = now_ns.saturating_sub(last_ns);
         if between < GAP_NS {
+            if yielded && between >= PARTNER_NS {
+                self.partner.set(true);
+            }
             let calm = self.calm_ns.get() + between;
             self.calm_ns.set(calm);
             if calm >= CALM_NS {
@@ -292,6 +310,7 @@ impl Sharing {
     /// Considers the CPU shared for a while.
     fn taken(&self, now_ns: u64) {
         self.calm_ns.set(0);
+        self.partner.set(false);
         self.until_ns.set(now_ns.saturating_add(self.rest_ns.get()));
         self.rest_ns.set((self.rest_ns.get() * 2).min(SHARED_NS.1));
     }
@@ -439,6 +458,27 @@ mod tests {
             wait.found(|| at + 50 * US);
         }
         assert_eq!(sharing.rest_ns.get(), SHARED_NS.0);
+    }
+
+    #[test]
+    fn a_cpu_that_is_shared_with_a_thread_that_soon_leaves_it_again_is_yielded_sooner() {
+        let sharing = Sharing::new();
+        let mut wait = Wait::new(Notify::Adaptive);
+        let look = |wait: &mut Wait, at_us, lost| {
+            assert_eq!(wait.step_on(&sharing, at_us * US, || None, || lost), Next::Look);
+        };
+        let yields_after = || (0..10).find(|us| sharing.yields(US, US + us * US));
+        // Time that is missing without a yield is another's choice, and short times are the yield's own.
+        [10, 14, 15, 18, 21].into_iter().for_each(|at| look(&mut wait, at, 0));
+        assert_eq!(yields_after(), Some(5));
+        look(&mut wait, 25, 0);
+        assert_eq!(yields_after(), Some(1));
+        // It lasts, until a thread takes a slice.
+        wait.found(|| 26 * US);
+        [30, 31, 33].into_iter().for_each(|at| look(&mut wait, at, 0));
+        assert_eq!(yields_after(), Some(1));
+        assert_eq!(wait.step_on(&sharing, 3033 * US, || None, || 1), Next::Sleep);
+        assert_eq!(yields_after(), Some(5));
     }
 
     #[test]
