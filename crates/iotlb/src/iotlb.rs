@@ -445,7 +445,7 @@ impl Iotlb {
     ) -> bool {
         // Without a sink none can be requested.
         self.had_sink.get().is_none()
-            || self.misses.is_refused(wanted, since, waiter, MonotonicClock.now_ns())
+            || self.misses.is_refused(wanted, since, waiter, || MonotonicClock.now_ns())
     }
 
     /// Notes that `waiter` waits for `wanted`, and leaves there what is to be

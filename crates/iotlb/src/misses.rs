@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
-    atomic::{AtomicU64, AtomicUsize, Ordering, fence},
+    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
     lock::Mutex,
 };
 
@@ -253,6 +253,9 @@ pub(crate) struct Misses {
     list: Mutex<List>,
     /// How many places of the list are taken. Written under its lock.
     taken: AtomicUsize,
+    /// Whether anything was refused since the list was empty: mostly not, and then no lookup that waits
+    /// needs the lock. Written under it.
+    refusing: AtomicBool,
     /// How many misses there were, those sent again included.
     count: AtomicU64,
     most: usize,
@@ -262,7 +265,8 @@ pub(crate) struct Misses {
 impl Misses {
     pub(crate) fn new(most: usize, times: Times) -> Misses {
         let (list, count) = (Mutex::new(List::default()), AtomicU64::new(0));
-        Misses { list, taken: AtomicUsize::new(0), count, most, times }
+        let (taken, refusing) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Misses { list, taken, refusing, count, most, times }
     }
 
     /// How many misses there were so far, those sent again included.
@@ -296,13 +300,18 @@ impl Misses {
         (iova, access): (Iova, Prot),
         since: Option<u64>,
         waiter: &Arc<Waiter>,
-        now_ns: u64,
+        now_ns: impl Fn() -> u64,
     ) -> bool {
+        // A waiter is woken after the store: one that has read the new count of its updates, and looks
+        // again because of it, finds true here.
+        if !self.refusing.load(Ordering::Relaxed) {
+            return false;
+        }
         let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
         list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
             (Some(since), _) => pending.refused.is_some_and(|number| since < number),
-            (None, State::Refused { until_ns }) => now_ns < until_ns && pending.waits(waiter),
+            (None, State::Refused { until_ns }) => now_ns() < until_ns && pending.waits(waiter),
             (None, _) => false,
         })
     }
@@ -324,7 +333,7 @@ impl Misses {
                 list.tidy(self.times, now_ns, &mut woken);
             }
             wanted.retain_mut(|miss| self.enter(&mut list, miss, waiter, now_ns));
-            self.taken.store(list.pending.len(), Ordering::Relaxed);
+            self.show(&list);
         }
         woken.wake();
         // After the list was entered: see `Misses`.
@@ -430,6 +439,7 @@ impl Misses {
             }
             refused.push(Miss { iova: pending.iova, access: wanted, again: None });
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
+            self.refusing.store(true, Ordering::Relaxed);
             pending.state = State::Refused { until_ns };
             pending.refused = Some(number.unwrap_or(pending.number));
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
@@ -458,11 +468,19 @@ impl Misses {
         self.change(Range::ALL, |_, _, _| true);
     }
 
+    /// Shows what needs no lock to be read.
+    fn show(&self, list: &List) {
+        self.taken.store(list.pending.len(), Ordering::Relaxed);
+        if list.pending.is_empty() {
+            self.refusing.store(false, Ordering::Relaxed);
+        }
+    }
+
     fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
         let mut woken = Woken::NONE;
         let mut list = self.list.lock();
         list.drop_if(range, &mut woken, gone);
-        self.taken.store(list.pending.len(), Ordering::Relaxed);
+        self.show(&list);
         drop(list);
         woken.wake();
     }

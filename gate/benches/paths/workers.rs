@@ -88,7 +88,7 @@ fn content<const N: usize>(of: u64) -> [u8; N] {
     std::array::from_fn(|at| mix(of * 1000 + at as u64) as u8)
 }
 
-/// Requests that a step serves.
+/// Requests that are served, in several rounds.
 const REQUESTS: u64 = 8;
 const BLOCK: usize = 4096;
 
@@ -164,10 +164,16 @@ impl Blk {
         self.driver.publish();
     }
 
-    /// A worker's step.
+    /// A worker's steps, until it finds nothing.
     fn step(&mut self) {
-        self.bus.quiet();
-        self.busy = self.queue.poll(&self.bus, NOW).expect("the ring is sound");
+        self.busy = false;
+        let mut poll = || {
+            self.bus.quiet();
+            self.queue.poll(&self.bus, NOW).expect("the ring is sound")
+        };
+        while poll() {
+            self.busy = true;
+        }
     }
 
     /// All requests were served, and what they moved is where it belongs.

@@ -36,7 +36,7 @@ impl World {
     }
 
     fn refused(&self, since: Option<u64>, waiter: &Arc<Waiter>) -> bool {
-        self.misses.is_refused((miss().iova, Prot::READ), since, waiter, 1)
+        self.misses.is_refused((miss().iova, Prot::READ), since, waiter, || 1)
     }
 
     /// Looks once. Returns whether the page was there, and whether a miss must be sent.

@@ -137,13 +137,13 @@ fn an_unresolved_miss_makes_room_once_its_waiters_have_given_up() {
 fn a_refusal_holds_for_its_waiters_and_expires() {
     let misses = Misses::new(100, TIMES);
     let (waits, later) = (waiter(), waiter());
-    let state = |waiter, now| misses.is_refused((Iova(0x1000), Prot::WRITE), None, waiter, now);
+    let state = |waiter, now| misses.is_refused((Iova(0x1000), Prot::WRITE), None, waiter, || now);
     note(&misses, &[miss(0x1000, Prot::WRITE), miss(0x1000, Prot::READ)], &waits, 0);
     assert!(!state(&waits, 1));
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [miss(0x1000, Prot::WRITE)]);
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [], "once");
     assert_eq!((waits.updates(), misses.open(), state(&waits, 20)), (1, 1, true));
-    assert!(!misses.is_refused((Iova(0x1000), Prot::READ), None, &waits, 2));
+    assert!(!misses.is_refused((Iova(0x1000), Prot::READ), None, &waits, || 2));
     assert!(!state(&later, 20), "there may be a translation by now");
     assert!(!state(&waits, 21));
     assert_eq!(note(&misses, &[miss(0x1000, Prot::WRITE)], &later, 20).len(), 1);
@@ -161,7 +161,7 @@ fn a_refusal_reaches_only_earlier_waiters() {
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
     let state =
-        |since| misses.is_refused((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+        |since| misses.is_refused((Iova(0x1000), Prot::READ), Some(since), &waiter, || 1 << 40);
     let first = misses.count();
     note(&misses, &read, &waiter, 0);
     let second = misses.count();
@@ -187,7 +187,7 @@ fn a_late_reply_does_not_concern_later_waiters() {
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
     let state =
-        |since| misses.is_refused((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+        |since| misses.is_refused((Iova(0x1000), Prot::READ), Some(since), &waiter, || 1 << 40);
     note(&misses, &read, &waiter, 0);
     let before = misses.count();
     let first = note(&misses, &read, &waiter, 20)[0].again;
@@ -206,7 +206,7 @@ fn a_reply_to_an_older_miss_does_not_concern_a_later_miss() {
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
     let state =
-        |since| misses.is_refused((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+        |since| misses.is_refused((Iova(0x1000), Prot::READ), Some(since), &waiter, || 1 << 40);
     note(&misses, &read, &waiter, 0);
     let old = note(&misses, &read, &waiter, 20)[0].again.unwrap();
     misses.update(pages(1, 1), Prot::READ);
