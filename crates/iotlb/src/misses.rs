@@ -73,8 +73,7 @@ impl Waiter {
 
     fn wake(&self) {
         // Release: a thread that reads the new count finds the translation in the table.
-        //
-        // Ordering: the fence in `Misses::update` makes it one already, as a lock does for a refusal.
+        // And finds that something was refused, if it was woken for that.
         self.updates.fetch_add(1, Ordering::Release);
         (self.wake)();
     }
@@ -253,8 +252,8 @@ pub(crate) struct Misses {
     list: Mutex<List>,
     /// How many places of the list are taken. Written under its lock.
     taken: AtomicUsize,
-    /// Whether anything was refused since the list was empty: mostly not, and then no lookup that waits
-    /// needs the lock. Written under it.
+    /// Whether anything was refused since the list was last empty. If not, no lookup that waits needs the
+    /// lock. Written under it.
     refusing: AtomicBool,
     /// How many misses there were, those sent again included.
     count: AtomicU64,
@@ -300,7 +299,7 @@ impl Misses {
         (iova, access): (Iova, Prot),
         since: Option<u64>,
         waiter: &Arc<Waiter>,
-        now_ns: impl Fn() -> u64,
+        now_ns: impl FnOnce() -> u64,
     ) -> bool {
         // A waiter is woken after the store: one that has read the new count of its updates, and looks
         // again because of it, finds true here.

@@ -38,8 +38,8 @@ const YIELD_AFTER_NS: u64 = 5_000;
 /// take. A thread that does not leave it takes a time slice at each yield: where that was seen, the
 /// longer time holds again.
 const YIELD_EARLY_NS: u64 = 1_000;
-/// If a yield takes so long, and less than [`GAP_NS`], such a thread has run: longer than the yield
-/// itself takes, and a look.
+/// If it is so long from a yield to the next look, and less than [`GAP_NS`], such a thread has probably
+/// run: an interrupt takes less, and what the waiter does between its looks, mostly.
 const PARTNER_NS: u64 = 4_000;
 /// A gap between two looks that counts as missing time, in which another thread had a time slice of
 /// its own. Longer than a look or an interrupt takes, and longer than a thread woken by this one
@@ -282,6 +282,8 @@ impl Sharing {
             if calm >= CALM_NS {
                 self.calm_ns.set(0);
                 self.rest_ns.set(SHARED_NS.0);
+                // It is seen again if it is still there.
+                self.partner.set(false);
             }
             return;
         }

@@ -223,7 +223,7 @@ fn pause_until(is_over: impl Fn() -> bool, is_given_up: impl Fn() -> bool) -> bo
         // Soon, unless it takes longer than workers do.
         let soon = || (begun.elapsed() < AWAKE).then_some(now);
         if wait.step(now, soon) == Next::Look {
-            // Workers may share this CPU, and have nothing to do before the reply.
+            // A worker that must pass its quiet point may share this CPU.
             std::thread::yield_now();
             continue;
         }

@@ -313,12 +313,12 @@ impl Queue {
         either!(&mut self.0, ring => ring.pop_more(mem, most, burst))
     }
 
-    /// About how much the driver has made available that was not taken: of a split ring chains, of a
-    /// packed one descriptors, and of these at least half. A hint, at most the ring's size: the
-    /// driver's word is not checked.
+    /// About how much there is that the driver has made available and that was not taken, as far as
+    /// `most`: of a split ring chains, of a packed one descriptors, of which at least half are counted,
+    /// and those, too, that the driver is about to make available. A hint: nothing is checked.
     #[inline]
-    pub fn ready(&self) -> u16 {
-        either!(&self.0, ring => ring.ready())
+    pub fn ready(&self, most: u16) -> u16 {
+        either!(&self.0, ring => ring.ready(most))
     }
 
     /// Shows `each` the buffers of the available chains `skip .. ahead`, of which 0 is the next to

@@ -128,6 +128,23 @@ fn a_refusal_is_not_lost_either() {
     });
 }
 
+/// A waiter that sees that it was woken for a refusal finds it, without a lock in between.
+#[test]
+fn a_woken_waiter_finds_the_refusal() {
+    check(|| {
+        let world = World::new();
+        let waiter = Waiter::new(Box::new(|| ()));
+        let since = world.misses.count();
+        assert!(world.look(&waiter).1);
+        let theirs = Arc::clone(&world);
+        let front_end = thread::spawn(move || theirs.misses.refuse(page(), Prot::READ, None, 0));
+        if waiter.updates() > 0 {
+            assert!(world.refused(Some(since), &waiter));
+        }
+        front_end.join().unwrap();
+    });
+}
+
 /// It is not lost either if another view sends the same miss before it is seen.
 #[test]
 fn a_refusal_outlives_the_next_miss() {

@@ -138,8 +138,9 @@ fn a_refusal_holds_for_its_waiters_and_expires() {
     let misses = Misses::new(100, TIMES);
     let (waits, later) = (waiter(), waiter());
     let state = |waiter, now| misses.is_refused((Iova(0x1000), Prot::WRITE), None, waiter, || now);
+    let refusing = || misses.refusing.load(Ordering::Relaxed);
     note(&misses, &[miss(0x1000, Prot::WRITE), miss(0x1000, Prot::READ)], &waits, 0);
-    assert!(!state(&waits, 1));
+    assert!(!state(&waits, 1) && !refusing());
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [miss(0x1000, Prot::WRITE)]);
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [], "once");
     assert_eq!((waits.updates(), misses.open(), state(&waits, 20)), (1, 1, true));
@@ -152,6 +153,10 @@ fn a_refusal_holds_for_its_waiters_and_expires() {
     // No read access: so not both either.
     note(&misses, &[miss(0x1000, Prot::RW)], &waits, 20);
     assert_eq!(misses.refuse(Range::ALL, Prot::READ, None, 20).len(), 2);
+    misses.update(pages(1, 1), Prot::READ);
+    assert!(refusing(), "the others are still refused");
+    misses.update(pages(1, 1), Prot::RW);
+    assert!(!refusing() && !state(&waits, 20));
 }
 
 /// Two accesses that share a waiter, and pass since when they wait.

@@ -35,10 +35,11 @@ use crate::{Bus, RingLog};
 const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
-/// Of what the driver has made available, a round takes this part before it publishes what was done at
-/// once, and at least so many requests: the driver goes on with these while the device does the rest.
-/// With all of it in a round, each end would wait while the other works. A request that is not done at
-/// once does not count: what goes to the kernel goes together.
+/// About this part of what the driver has made available, and at least so many requests, a round does at
+/// once before it publishes them: the driver goes on with these while the device does the rest. With
+/// all of it in a round, each end would wait while the other works. What goes to the kernel does not
+/// count: it goes together. A driver that wants interrupts, and so does not look by itself, gets one for
+/// what a whole round has done.
 const ROUND_SHARE: u64 = 4;
 const ROUND_LEAST: u64 = 2;
 /// For how many descriptors of a request, and as many pieces of memory, a slot keeps its
@@ -172,8 +173,10 @@ pub struct RequestQueue<S: Serve> {
     name: Arc<str>,
     call: Option<Arc<Notifier>>,
     stats: QueueStats,
-    /// How many requests were completed at the last publication.
+    /// How many requests were completed at the last publication, and whether the driver wanted an
+    /// interrupt then.
     published: u64,
+    interrupts: bool,
     now_ns: u64,
     /// The count of updates and refusals when this round began.
     updates: u64,
@@ -213,6 +216,7 @@ impl<S: Serve> RequestQueue<S> {
             call,
             stats: QueueStats::default(),
             published: 0,
+            interrupts: true,
             now_ns: 0,
             updates: 0,
             warn_at: 0,
@@ -371,6 +375,7 @@ impl<S: Serve> RequestQueue<S> {
             None => self.ring.publish_used(),
         };
         self.log.mark(&mut self.ring);
+        self.interrupts = wanted;
         if wanted {
             self.interrupt();
         }
@@ -427,8 +432,7 @@ impl<S: Serve> RequestQueue<S> {
             return Ok(false);
         }
         let mut most = if self.is_full() { 0 } else { ROUND_REQUESTS };
-        let share = (u64::from(self.ring.ready()) / ROUND_SHARE).max(ROUND_LEAST);
-        let enough = self.stats.requests + share;
+        let enough = self.stats.requests + if self.interrupts { most as u64 } else { self.share() };
         let mut taken = 0;
         while taken < most
             && self.serve.bytes() < stop_at
@@ -454,6 +458,12 @@ impl<S: Serve> RequestQueue<S> {
             taken += 1;
         }
         Ok(taken > 0)
+    }
+
+    /// How many requests a round does at once, if the driver looks for them by itself.
+    fn share(&self) -> u64 {
+        let ready = self.ring.ready(ROUND_REQUESTS as u16 * ROUND_SHARE as u16);
+        (u64::from(ready) / ROUND_SHARE).max(ROUND_LEAST)
     }
 
     /// Takes the next chain into `at`, if there is one.

@@ -109,7 +109,7 @@ pub(super) trait Format: Copy + fmt::Debug {
     fn enable(&self, areas: &Self::Areas, config: &RingConfig);
 
     /// As [`Queue::ready`](super::Queue::ready).
-    fn ready(&self, areas: &Self::Areas, size: u16) -> u16;
+    fn ready(&self, areas: &Self::Areas, most: u16, size: u16) -> u16;
 
     /// As [`Queue::peek_from`](super::Queue::peek_from), for the chains from `skip` to `ahead`.
     fn peek(
@@ -373,8 +373,9 @@ impl<F: Format> End<F> {
         }
     }
 
-    pub(super) fn ready(&self) -> u16 {
-        self.areas.as_ref().map_or(0, |areas| self.at.ready(areas, self.config.size))
+    pub(super) fn ready(&self, most: u16) -> u16 {
+        let size = self.config.size;
+        self.areas.as_ref().map_or(0, |areas| self.at.ready(areas, most.min(size), size))
     }
 
     pub(super) fn peek_from(

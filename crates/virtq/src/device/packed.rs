@@ -249,18 +249,18 @@ impl Format for Position {
     }
 
     #[inline]
-    fn ready(&self, areas: &Areas, size: u16) -> u16 {
-        let room = size - self.held;
+    fn ready(&self, areas: &Areas, most: u16, size: u16) -> u16 {
+        let most = most.min(size - self.held);
         let is_ready = |count: u16| {
             let RingPos { at, wrap } = self.next_avail.forward(count - 1, size);
             // No descriptor is read on its word.
             areas.ring.state(at, Ordering::Relaxed).is_available(wrap)
         };
-        // Made available in order: where one is, those before it are.
+        // Where one is those before it are, or will be: a driver writes the first of a batch last.
         let mut ready = 0;
         for bits in 0..u16::BITS {
             match 1 << bits {
-                count if count <= room && is_ready(count) => ready = count,
+                count if count <= most && is_ready(count) => ready = count,
                 _ => break,
             }
         }

@@ -247,10 +247,10 @@ impl Format for Indices {
     }
 
     #[inline]
-    fn ready(&self, areas: &Areas, size: u16) -> u16 {
+    fn ready(&self, areas: &Areas, most: u16, _: u16) -> u16 {
         // No chain is read on its word.
         let idx = areas.avail.idx().load(Ordering::Relaxed);
-        idx.wrapping_sub(self.next_avail).min(size)
+        idx.wrapping_sub(self.next_avail).min(most)
     }
 
     fn peek(

@@ -187,10 +187,10 @@ fn what_is_ready_is_about_what_was_published_and_not_taken() {
             let count = round % usize::from(size + 1);
             let buffers = (0..count as u64).map(|at| (Desc::readable(DATA, 1), at));
             assert_eq!(driver.add_burst(buffers), Ok(count));
-            assert_eq!(device.ready(), 0, "not published");
+            assert_eq!(device.ready(100), 0, "not published");
             driver.publish();
             let about = |device: &device::Queue, count: usize| {
-                let ready = usize::from(device.ready());
+                let ready = usize::from(device.ready(100));
                 let least = if packed { count.div_ceil(2) } else { count };
                 assert!((least..=count).contains(&ready), "{ready} of {count}, round {round}");
             };
@@ -199,7 +199,7 @@ fn what_is_ready_is_about_what_was_published_and_not_taken() {
             about(&device, count - taken);
             device.push_used_burst(burst.heads().map(|head| (head, 0)));
             assert_eq!(device.pop_burst(&ram, count, &mut burst), Ok(count - taken));
-            assert_eq!(device.ready(), 0);
+            assert_eq!(device.ready(100), 0);
             device.push_used_burst(burst.heads().map(|head| (head, 0)));
             let _ = device.publish_used();
             assert_eq!(driver.pop_burst(&mut out), Ok(count));
@@ -209,7 +209,8 @@ fn what_is_ready_is_about_what_was_published_and_not_taken() {
     let ram = ram();
     let (_, device) = testing::pair(&ram, BASE, 8, true);
     ram.write(device.config().avail + 2, &0x9999_u16.to_le_bytes()).unwrap();
-    assert_eq!((device.ready(), device.broken()), (8, None));
+    assert_eq!((device.ready(100), device.broken()), (8, None));
+    assert_eq!(device.ready(3), 3);
 }
 
 #[test]
