@@ -112,7 +112,8 @@ impl Blk {
         let disk = Arc::new(Ram::map(file.as_fd(), len).expect("memory"));
         let view = View::new(Arc::clone(&guest.endpoint), Arc::clone(&guest.memory));
         let bus = Bus::Iommu(Box::new(view.expect("the first view")));
-        let (driver, RingAddresses { desc, avail, used, .. }) = guest.ring(0);
+        let (mut driver, RingAddresses { desc, avail, used, .. }) = guest.ring(0);
+        driver.suppress_notifications();
         let (event_idx, indirect, packed, base) = (false, true, false, 0);
         let size = SIZE;
         let ring =
