@@ -72,8 +72,8 @@ impl Waiter {
     }
 
     fn wake(&self) {
-        // Release: a thread that reads the new count finds the translation in the table.
-        // And finds that something was refused, if it was woken for that.
+        // Release: a thread that reads the new count finds the translation in the table, or that something
+        // was refused.
         self.updates.fetch_add(1, Ordering::Release);
         (self.wake)();
     }

@@ -40,8 +40,8 @@ const ROUND_REQUESTS: usize = 32;
 /// all of it in a round, each end would wait while the other works. What goes to the kernel does not
 /// count: it goes together. A driver that wants interrupts, and so does not look by itself, gets one for
 /// what a whole round has done.
-const ROUND_SHARE: u64 = 4;
-const ROUND_LEAST: u64 = 2;
+const ROUND_SHARE: u16 = 4;
+const ROUND_LEAST: u16 = 2;
 /// For how many descriptors of a request, and as many pieces of memory, a slot keeps its
 /// allocations when the request is over: a little more than most reads and writes of 128 KiB have.
 pub const KEPT: usize = 64;
@@ -462,8 +462,8 @@ impl<S: Serve> RequestQueue<S> {
 
     /// How many requests a round does at once, if the driver looks for them by itself.
     fn share(&self) -> u64 {
-        let ready = self.ring.ready(ROUND_REQUESTS as u16 * ROUND_SHARE as u16);
-        (u64::from(ready) / ROUND_SHARE).max(ROUND_LEAST)
+        let ready = self.ring.ready(ROUND_REQUESTS as u16 * ROUND_SHARE);
+        (ready / ROUND_SHARE).max(ROUND_LEAST).into()
     }
 
     /// Takes the next chain into `at`, if there is one.
