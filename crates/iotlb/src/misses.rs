@@ -1,11 +1,12 @@
 //! Open misses: translations that were requested and have not arrived yet.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::HashMap, hash::BuildHasherDefault, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
     atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
     lock::Mutex,
+    mix::Mix,
 };
 
 /// The granularity at which misses are distinguished.
@@ -29,11 +30,34 @@ pub struct Miss {
 impl Miss {
     /// The key in the pending list: the page and the access (rule D17).
     pub(crate) fn key(&self) -> Key {
-        (self.iova.0 / PAGE, self.access.bits())
+        Key::new(self.iova.0 / PAGE, self.access)
     }
 }
 
-type Key = (u64, u32);
+/// A page's number, shifted by [`ACCESS_BITS`], and the access.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Key(u64);
+
+/// How many bits of a [`Key`] are the access.
+const ACCESS_BITS: u32 = 2;
+
+impl Key {
+    fn new(page: u64, access: Prot) -> Key {
+        Key(page << ACCESS_BITS | u64::from(access.bits() & Prot::RW.bits()))
+    }
+
+    fn page(self) -> u64 {
+        self.0 >> ACCESS_BITS
+    }
+
+    fn access(self) -> Prot {
+        Prot::from_bits_truncate(self.0 as u32 & Prot::RW.bits())
+    }
+}
+
+/// In a range of at most so many pages, each is looked up in the list; for a larger one, which is rare, all
+/// of the list is looked at.
+const LOOKED_UP: u64 = 16;
 
 /// Where misses go, such as a front end, which replies with updates.
 ///
@@ -195,7 +219,7 @@ pub(crate) struct Times {
 
 #[derive(Default)]
 struct List {
-    pending: BTreeMap<Key, Pending>,
+    pending: HashMap<Key, Pending, BuildHasherDefault<Mix>>,
     /// Waiters that found the list full, to be woken when it has room.
     blocked: Vec<Arc<Waiter>>,
 }
@@ -209,16 +233,30 @@ impl List {
         woken: &mut Woken,
         mut gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool,
     ) {
-        let keys = (range.first().0 / PAGE, 0)..=(range.last().0 / PAGE, u32::MAX);
-        let mut over = Few::NONE;
-        for (&key, pending) in self.pending.range_mut(keys) {
-            if gone(pending, Prot::from_bits_truncate(key.1), woken) {
+        let before = self.pending.len();
+        let pages = range.first().0 / PAGE..=range.last().0 / PAGE;
+        let mut is_over = |key: Key, pending: &mut Pending| {
+            let over = gone(pending, key.access(), woken);
+            if over {
                 pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
-                over.push(key);
             }
+            over
+        };
+        if pages.end() - pages.start() < LOOKED_UP {
+            for page in pages {
+                for access in [Prot::READ, Prot::WRITE, Prot::RW] {
+                    let key = Key::new(page, access);
+                    let found = self.pending.get_mut(&key);
+                    if found.is_some_and(|pending| is_over(key, pending)) {
+                        self.pending.remove(&key);
+                    }
+                }
+            }
+        } else {
+            self.pending
+                .retain(|&key, pending| !(pages.contains(&key.page()) && is_over(key, pending)));
         }
-        over.iter().for_each(|key| _ = self.pending.remove(key));
-        if over.one.is_some() {
+        if self.pending.len() < before {
             self.blocked.drain(..).for_each(|waiter| woken.add(&waiter));
         }
     }

@@ -8,6 +8,7 @@
 //! * [`clock`] and [`cpu`]: time and the CPU number as traits, so that code that depends on them
 //!   can be tested without either.
 //! * `wait` (with `std`): waiting for the other end of a ring, awake or asleep.
+//! * [`mix`]: a hash of numbers.
 //! * [`histogram`]: values that many threads record, each with two additions.
 //! * [`atomic`], [`cell`]: the atomics of `core`, or those of the model checker with `--cfg loom`. No
 //!   other crate sees the difference.
@@ -24,6 +25,7 @@ pub mod clock;
 pub mod cpu;
 pub mod histogram;
 pub mod lock;
+pub mod mix;
 #[cfg(loom)]
 pub mod model;
 pub mod qsbr;

@@ -268,3 +268,28 @@ fn the_last_page_is_a_page() {
     misses.update(Range::new(Iova(u64::MAX - 0xfff), Iova(u64::MAX)).unwrap(), Prot::READ);
     assert_eq!((waiter.updates(), misses.open()), (1, 0));
 }
+
+#[test]
+fn an_update_of_few_pages_or_many_resolves_those_and_no_others() {
+    // rule D18
+    const PAGES: u64 = 4 * LOOKED_UP;
+    for (first, count) in
+        (0..PAGES).step_by(3).flat_map(|at| (1..=PAGES - at).map(move |n| (at, n)))
+    {
+        let misses = Misses::new(1000, TIMES);
+        let waiter = waiter();
+        let wanted = (0..PAGES).flat_map(|page| {
+            [Prot::READ, Prot::WRITE, Prot::RW].map(|access| miss(page * PAGE, access))
+        });
+        note(&misses, &wanted.collect::<Vec<_>>(), &waiter, 0);
+        misses.update(pages(first, count), Prot::WRITE);
+        let listed = |page: u64, access| {
+            misses.list.lock().pending.contains_key(&miss(page * PAGE, access).key())
+        };
+        for page in 0..PAGES {
+            let updated = (first..first + count).contains(&page);
+            assert_eq!(listed(page, Prot::WRITE), !updated, "page {page} of {first}+{count}");
+            assert!(listed(page, Prot::READ) && listed(page, Prot::RW));
+        }
+    }
+}

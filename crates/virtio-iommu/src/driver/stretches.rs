@@ -1,10 +1,8 @@
 //! Stretches by their numbers, found fast where the last ones were.
 
-use std::{
-    cell::Cell,
-    collections::HashMap,
-    hash::{BuildHasherDefault, Hasher},
-};
+use std::{cell::Cell, collections::HashMap, hash::BuildHasherDefault};
+
+use ringfence_sync::mix::Mix;
 
 use super::stretch::Stretch;
 
@@ -27,28 +25,6 @@ pub(super) struct Stretches {
     recent: Box<[Cell<(u64, u32)>; RECENT]>,
     /// How many stretches there are when empty ones are looked for next.
     sweep_at: usize,
-}
-
-/// Spreads the numbers of stretches, which the driver's own allocator chose.
-#[derive(Default)]
-struct Mix(u64);
-
-impl Hasher for Mix {
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_u64(self.0 ^ u64::from(byte)));
-    }
-
-    #[inline]
-    fn write_u64(&mut self, number: u64) {
-        // The golden ratio: the high bits of the product depend on all of the number's.
-        let product = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = product ^ (product >> 32);
-    }
-
-    #[inline]
-    fn finish(&self) -> u64 {
-        self.0
-    }
 }
 
 impl Stretches {
