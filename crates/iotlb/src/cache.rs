@@ -18,6 +18,7 @@
 use std::{cell::Cell, ptr::NonNull};
 
 use ringfence_iommu::{Iova, Prot, Range};
+use ringfence_mem::HostSlice;
 
 const PAGE_SHIFT: u32 = 12;
 const PAGE: u64 = 1 << PAGE_SHIFT;
@@ -61,6 +62,13 @@ impl Entry {
 
     fn last(&self) -> u64 {
         self.first + self.extent
+    }
+
+    /// Where `addr`, which it covers, leads.
+    #[inline]
+    pub(crate) fn here(&self, addr: u64) -> Here {
+        let into = addr - self.first;
+        Here { base: offset(self.host, into), more: self.extent - into }
     }
 
     #[inline]
@@ -115,7 +123,29 @@ impl Entry {
     }
 }
 
+/// Where an address leads. Two words, which stay in registers: an entry that is moved through memory in words
+/// and loaded again in larger parts makes the processor wait for its own stores.
+#[derive(Clone, Copy)]
+pub(crate) struct Here {
+    pub(crate) base: NonNull<u8>,
+    /// How many bytes follow the one at `base` in the same piece of memory.
+    pub(crate) more: u64,
+}
+
+impl Here {
+    /// The byte and `more` that follow it.
+    ///
+    /// # Safety
+    /// There are so many, and the memory stays mapped as long as `'m`.
+    #[inline]
+    pub(crate) unsafe fn piece<'m>(self, more: u64) -> HostSlice<'m> {
+        // SAFETY: the caller's promise.
+        unsafe { HostSlice::new(self.base, (more as usize).saturating_add(1)) }
+    }
+}
+
 /// The address `by` bytes further on, in the same piece of memory.
+#[inline]
 pub(crate) fn offset(host: NonNull<u8>, by: u64) -> NonNull<u8> {
     NonNull::new(host.as_ptr().wrapping_add(by as usize)).expect("mapped memory is not at 0")
 }
@@ -182,21 +212,33 @@ impl Cache {
     }
 
     /// The entry that covers `addr` and allows `wanted`.
-    #[inline]
     pub(crate) fn get(&self, addr: u64, wanted: Prot) -> Option<Entry> {
+        self.find(addr, wanted, |entry| entry)
+    }
+
+    /// Where `addr` leads, with `wanted` allowed: what an access needs of the entry.
+    #[inline]
+    pub(crate) fn here(&self, addr: u64, wanted: Prot) -> Option<Here> {
+        self.find(addr, wanted, |entry| entry.here(addr))
+    }
+
+    /// Inlined, so that no more of an entry is loaded than `what` needs, and none of it is moved.
+    #[inline(always)]
+    fn find<R>(&self, addr: u64, wanted: Prot, what: impl Fn(Entry) -> R) -> Option<R> {
         let whole = self.whole.get();
         if whole.covers(addr, wanted) {
-            return Some(whole);
+            return Some(what(whole));
         }
         let block = self.block_slot(addr).get();
         if block.covers(addr, wanted) {
-            return Some(block);
+            return Some(what(block));
         }
         let Page { tag, host } = self.page_slot(addr).get();
         let (first, wanted) = (addr & !(PAGE - 1), u64::from(wanted.bits()));
         let differs = (tag ^ (first | self.generation.get() | wanted)) & (!Page::PROT | wanted);
         let prot = Prot::from_bits_truncate(tag as u32 & Page::PROT as u32);
-        (differs == 0).then_some(Entry { first, extent: PAGE - 1, host, prot, hold: 0 })
+        let entry = Entry { first, extent: PAGE - 1, host, prot, hold: 0 };
+        (differs == 0).then(|| what(entry))
     }
 
     /// How far around `addr`, which is not in the cache, to look for a run in the table.

@@ -19,7 +19,7 @@ use ringfence_iommu::{
 use ringfence_mem::{Access, AccessError, DirtyLog, HostSlice, Memory, Translate, Window};
 use ringfence_sync::mutant;
 
-use self::find::{Region, piece};
+use self::find::Region;
 use crate::{Binding, Endpoint, Iotlb, Miss, cache::Cache, misses::Waiter};
 
 /// The counters of a view.
@@ -214,7 +214,7 @@ impl View {
             None => self.silently(|| self.walk(addr, access)).ok()?,
         };
         // SAFETY: as in `slices`, of all bytes of the entry.
-        Some((entry.first, unsafe { piece(entry, entry.first, entry.extent) }))
+        Some((entry.first, unsafe { entry.here(entry.first).piece(entry.extent) }))
     }
 
     /// The worker goes to sleep: invalidations no longer wait for it. Until it is back
@@ -348,13 +348,13 @@ impl Translate for View {
         if addr.checked_add(left).is_none() {
             return Err(AccessError::Overflow { addr, len });
         }
-        let entry = self.find(addr, access)?;
-        if left > entry.extent - (addr - entry.first) {
-            return self.pieces(entry, addr, left, access, each);
+        let here = self.find(addr, access)?;
+        if left > here.more {
+            return self.pieces(here, addr, left, access, each);
         }
         // SAFETY: the entry was made from `self.memory`, which lives as long as `self` is borrowed,
         // and the bytes are the entry's.
-        each(unsafe { piece(entry, addr, left) });
+        each(unsafe { here.piece(left) });
         Ok(())
     }
 
@@ -397,6 +397,7 @@ impl Translate for View {
 }
 
 /// The permission that an access needs.
+#[inline]
 pub fn prot_of(access: Access) -> Prot {
     match access {
         Access::Read => Prot::READ,

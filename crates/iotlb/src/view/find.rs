@@ -8,7 +8,7 @@ use ringfence_mem::{Access, AccessError, HostSlice};
 use super::{View, prot_of};
 use crate::{
     Binding, Miss,
-    cache::{Entry, offset},
+    cache::{Entry, Here, offset},
     misses::PAGE,
 };
 
@@ -20,23 +20,10 @@ pub(super) struct Region {
     base: NonNull<u8>,
 }
 
-/// `more + 1` bytes of an entry from an address on.
-///
-/// # Safety
-/// They are the entry's, and the memory it leads to stays mapped as long as `'m`.
-#[inline]
-pub(super) unsafe fn piece<'m>(entry: Entry, addr: u64, more: u64) -> HostSlice<'m> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let base = entry.host.add((addr - entry.first) as usize);
-        HostSlice::new(base, (more as usize).saturating_add(1))
-    }
-}
-
 impl View {
     /// The translation of an address; notes what is missing.
     #[inline]
-    pub(super) fn find(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
+    pub(super) fn find(&self, addr: u64, access: Access) -> Result<Here, AccessError> {
         self.lookup(addr, access).inspect_err(|error| {
             if matches!(error, AccessError::Again { .. }) {
                 note(&self.wanted, addr, access);
@@ -45,13 +32,13 @@ impl View {
     }
 
     #[inline(always)]
-    fn lookup(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
-        match self.cache.get(addr, prot_of(access)) {
-            Some(entry) => {
+    fn lookup(&self, addr: u64, access: Access) -> Result<Here, AccessError> {
+        match self.cache.here(addr, prot_of(access)) {
+            Some(here) => {
                 self.hits.set(self.hits.get() + 1);
-                Ok(entry)
+                Ok(here)
             }
-            None => self.walk(addr, access),
+            None => self.walk(addr, access).map(|entry| entry.here(addr)),
         }
     }
 
@@ -143,7 +130,8 @@ impl View {
         self.silently(|| {
             loop {
                 let next = match self.lookup(at, access) {
-                    Ok(entry) => (entry.first + entry.extent).checked_add(1),
+                    // Cannot wrap: those bytes follow.
+                    Ok(here) => (at + here.more).checked_add(1),
                     Err(AccessError::Again { .. }) => {
                         ready = false;
                         if !note(&self.wanted, at, access) {
@@ -162,11 +150,11 @@ impl View {
         ready
     }
 
-    /// The pieces of an access that begins in `entry` and leaves it. Pieces that are contiguous in
+    /// The pieces of an access that begins `here` and leaves that entry. Pieces that are contiguous in
     /// this process are merged.
     pub(super) fn pieces<F>(
         &self,
-        mut entry: Entry,
+        mut here: Here,
         mut at: u64,
         mut left: u64,
         access: Access,
@@ -179,17 +167,15 @@ impl View {
         // SAFETY: as in `slices`; what was joined are such bytes, one after the other.
         let mut give = |(base, len)| each(unsafe { HostSlice::new(base, len) });
         let result = loop {
-            let more = left.min(entry.extent - (at - entry.first));
-            // SAFETY: as in `slices`.
-            let next = unsafe { piece(entry, at, more) };
-            let base = NonNull::new(next.as_ptr()).expect("mapped memory is not at 0");
+            let more = left.min(here.more);
+            let (base, bytes) = (here.base, (more as usize).saturating_add(1));
             held = Some(match held {
                 Some((first, len)) if first.as_ptr().wrapping_add(len) == base.as_ptr() => {
-                    (first, len.saturating_add(next.len()))
+                    (first, len.saturating_add(bytes))
                 }
                 other => {
                     other.map(&mut give);
-                    (base, next.len())
+                    (base, bytes)
                 }
             });
             if more == left {
@@ -199,7 +185,7 @@ impl View {
             // Cannot wrap: the access does not.
             at += more + 1;
             match self.find(at, access) {
-                Ok(found) => entry = found,
+                Ok(found) => here = found,
                 Err(error) => break Err(error),
             }
         };
