@@ -55,7 +55,7 @@ impl BlkServer {
         Ok(BlkServer { store, limits, id: Arc::clone(id), bytes: 0 })
     }
 
-    /// The next step of a request; `None`: it is [busy](Step::Busy), or there is no room for it now.
+    /// Makes the next step of a request. False: it is [busy](Step::Busy), or there is no room for it now.
     fn step(
         &mut self,
         at: u16,
@@ -63,88 +63,102 @@ impl BlkServer {
         chain: &Chain,
         bus: &Bus,
         now_ns: u64,
-    ) -> Result<Option<Step>, Stop> {
+    ) -> Result<bool, Stop> {
         match request.step {
             Step::Parse => {
-                request::parse(chain, bus, &self.limits).map(|action| Some(Step::Start(action)))
+                request.action = request::parse(chain, bus, &self.limits)?;
+                request.step = Step::Start;
+                Ok(true)
             }
-            Step::Start(action) => self.start(at, action, request, chain, bus, now_ns),
-            Step::Move(action) => self.move_now(action, chain, bus).map(Some),
-            Step::Deliver(action) => self.deliver(action, request, chain, bus).map(Some),
-            Step::Busy(_) | Step::Complete(..) => unreachable!("it goes on elsewhere"),
+            Step::Start => self.start(at, request, chain, bus, now_ns),
+            Step::Move => self.move_now(request, chain, bus),
+            Step::Deliver => self.deliver(request, chain, bus),
+            Step::Busy | Step::Complete => unreachable!("it goes on elsewhere"),
         }
     }
 
-    /// Begins a request; returns the next step, or nothing for now.
+    /// Begins a request; false if it is busy then, or there is no room for it.
     fn start(
         &mut self,
         at: u16,
-        action: Action,
         request: &mut BlkRequest,
         chain: &Chain,
         bus: &Bus,
         now_ns: u64,
-    ) -> Result<Option<Step>, Stop> {
-        let done = Step::Complete(Status::Ok, 0);
-        match (action, &mut self.store) {
+    ) -> Result<bool, Stop> {
+        match (request.action, &mut self.store) {
             (Action::Identify, _) => {
                 let written = request::identify(chain, bus, &self.id)?;
-                return Ok(Some(Step::Complete(Status::Ok, written)));
+                request.complete(Status::Ok, written);
+                return Ok(true);
             }
-            (Action::Nothing, _) => return Ok(Some(done)),
-            (Action::Transfer { .. }, Store::Ram(_)) => return Ok(Some(Step::Move(action))),
+            (Action::Transfer { .. }, Store::Ram(_)) => {
+                request.step = Step::Move;
+                return Ok(true);
+            }
             (Action::Transfer { len, .. }, Store::Paced { pacer, due, .. }) => {
                 // Times never run backwards, whatever else schedules: the queue stays in order.
                 due.push_back((pacer.lock().schedule(now_ns, len), at));
             }
             (Action::Zero { offset, len, .. }, Store::Ram(ram) | Store::Paced { ram, .. }) => {
                 ram.zero(offset, len);
-                return Ok(Some(done));
+                request.complete(Status::Ok, 0);
+                return Ok(true);
             }
-            (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => return Ok(Some(done)),
+            (Action::Nothing, _) | (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => {
+                request.complete(Status::Ok, 0);
+                return Ok(true);
+            }
             (action, Store::File(file)) => {
                 if !file.hand_over((at, chain, &mut request.transfer), action, bus)? {
-                    return Ok(None);
+                    return Ok(false);
                 }
             }
         }
-        request.step = Step::Busy(action);
-        Ok(None)
+        request.step = Step::Busy;
+        Ok(false)
     }
 
     /// Moves the data of a transfer now. The addresses are translated here, at the moment of the
     /// access, so that a mapping that is gone by then is refused however old the request is. A
     /// transfer that meets a missing translation in the middle is done again from its beginning.
-    fn move_now(&mut self, action: Action, chain: &Chain, bus: &Bus) -> Result<Step, Stop> {
+    fn move_now(
+        &mut self,
+        request: &mut BlkRequest,
+        chain: &Chain,
+        bus: &Bus,
+    ) -> Result<bool, Stop> {
         let (Store::Ram(ram) | Store::Paced { ram, .. }) = &self.store else {
             unreachable!("only memory is moved by us")
         };
-        let Action::Transfer { write, offset, len } = action else {
+        let Action::Transfer { write, offset, len } = request.action else {
             unreachable!("only transfers are moved")
         };
         request::transfer(chain, bus, ram, write, offset, len)?;
         self.bytes += len;
-        Ok(Step::Complete(Status::Ok, if write { 0 } else { len as u32 }))
+        request.complete(Status::Ok, if write { 0 } else { len as u32 });
+        Ok(true)
     }
 
     /// The disk has read or written data in buffers of the service's own: copies it to the driver,
     /// and starts the rest.
     fn deliver(
         &mut self,
-        action: Action,
         request: &mut BlkRequest,
         chain: &Chain,
         bus: &Bus,
-    ) -> Result<Step, Stop> {
-        let Action::Transfer { write, len, .. } = action else {
+    ) -> Result<bool, Stop> {
+        let Action::Transfer { write, len, .. } = request.action else {
             unreachable!("only transfers have data")
         };
         let Store::File(file) = &mut self.store else { unreachable!("only files have buffers") };
-        if !file.deliver((chain, &mut request.transfer), len, bus)? {
-            return Ok(Step::Start(action));
+        if file.deliver((chain, &mut request.transfer), len, bus)? {
+            self.bytes += len;
+            file.after(request, if write { 0 } else { len as u32 });
+        } else {
+            request.step = Step::Start;
         }
-        self.bytes += len;
-        Ok(file.after(&request.transfer, action, if write { 0 } else { len as u32 }))
+        Ok(true)
     }
 }
 
@@ -176,19 +190,20 @@ impl Serve for BlkServer {
         now_ns: u64,
     ) -> Next {
         loop {
-            if let Step::Complete(status, written) = request.step {
+            if request.step == Step::Complete {
+                let (status, written) = request.outcome;
                 return match request::complete(chain, bus, status, written) {
                     Ok(used) => Next::Done { ok: status == Status::Ok, used },
                     Err(missing) => Next::Missing(missing),
                 };
             }
-            request.step = match self.step(at, request, chain, bus, now_ns) {
-                Ok(Some(step)) => step,
-                Ok(None) if matches!(request.step, Step::Busy(_)) => return Next::Busy,
-                Ok(None) => return Next::Later,
-                Err(Stop::Status(status)) => Step::Complete(status, 0),
+            match self.step(at, request, chain, bus, now_ns) {
+                Ok(true) => {}
+                Ok(false) if request.step == Step::Busy => return Next::Busy,
+                Ok(false) => return Next::Later,
+                Err(Stop::Status(status)) => request.complete(status, 0),
                 Err(Stop::Missing(missing)) => return Next::Missing(missing),
-            };
+            }
         }
     }
 
@@ -205,31 +220,28 @@ impl Serve for BlkServer {
 
     /// The disk, or its clock, has finished a request or a part of it: sets the next step.
     fn complete(&mut self, request: &mut BlkRequest, ok: bool) {
-        request.step = match (&mut self.store, request.step) {
-            (Store::Paced { .. }, Step::Busy(action)) => Step::Move(action),
-            (Store::File(file), Step::Busy(action @ Action::Transfer { write, offset, len }))
-                if ok =>
-            {
-                if file.buffers.is_some() {
-                    Step::Deliver(action)
-                } else if file.part_is_done(&mut request.transfer, offset, len) {
-                    self.bytes += len;
-                    file.after(&request.transfer, action, if write { 0 } else { len as u32 })
-                } else {
-                    Step::Start(action)
+        match (&mut self.store, request.step) {
+            (_, Step::Complete) => {}
+            (Store::Paced { .. }, Step::Busy) => request.step = Step::Move,
+            (Store::File(file), Step::Busy) if ok => match request.action {
+                Action::Transfer { .. } if file.buffers.is_some() => request.step = Step::Deliver,
+                Action::Transfer { write, offset, len } => {
+                    if file.part_is_done(&mut request.transfer, offset, len) {
+                        self.bytes += len;
+                        file.after(request, if write { 0 } else { len as u32 });
+                    } else {
+                        request.step = Step::Start;
+                    }
                 }
-            }
-            (Store::File(file), Step::Busy(action)) if ok => {
-                file.after(&request.transfer, action, 0)
-            }
-            (_, step @ Step::Complete(..)) => step,
-            _ => Step::Complete(if ok { Status::Ok } else { Status::IoErr }, 0),
-        };
+                _ => file.after(request, 0),
+            },
+            _ => request.complete(if ok { Status::Ok } else { Status::IoErr }, 0),
+        }
     }
 
     fn fail(&mut self, request: &mut BlkRequest, chain: &Chain, bus: &Bus) -> (bool, u32) {
         let (status, written) = match request.step {
-            Step::Complete(status, written) => (status, written),
+            Step::Complete => request.outcome,
             _ => (Status::IoErr, 0),
         };
         let used = request::complete(chain, bus, status, written).unwrap_or(0);
@@ -244,7 +256,7 @@ impl Serve for BlkServer {
     }
 
     fn is_begun(&self, request: &BlkRequest) -> bool {
-        matches!(request.step, Step::Busy(_) | Step::Deliver(_) | Step::Complete(..))
+        matches!(request.step, Step::Busy | Step::Deliver | Step::Complete)
     }
 
     fn reap(&mut self, slots: &mut [Slot<BlkRequest>], log: &RingLog) -> bool {
@@ -267,8 +279,8 @@ impl Serve for BlkServer {
     /// Reads into buffers of the service's own hold nothing up.
     fn holds(&self, request: &BlkRequest) -> bool {
         let own = self.store.file().is_some_and(|file| file.buffers.is_some());
-        let reads = matches!(request.step, Step::Busy(Action::Transfer { write: false, .. }));
-        matches!(request.step, Step::Busy(_)) && !(own && reads)
+        let reads = matches!(request.action, Action::Transfer { write: false, .. });
+        request.step == Step::Busy && !(own && reads)
     }
 
     fn keep(&mut self, memory: &Arc<Memory>) {

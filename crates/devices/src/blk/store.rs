@@ -121,34 +121,54 @@ pub(super) struct Transfer {
 }
 
 /// What is to be done next with a request.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Step {
     /// Read its header.
     #[default]
     Parse,
     /// Begin it.
-    Start(Action),
+    Start,
     /// Wait: the kernel has it, or its time has not come.
-    Busy(Action),
+    Busy,
     /// Move the data now.
-    Move(Action),
+    Move,
     /// Copy what the disk has read into the driver's buffers, and go on.
-    Deliver(Action),
-    /// Write this status, after this many bytes of data.
-    Complete(Status, u32),
+    Deliver,
+    /// Write the status.
+    Complete,
 }
 
-/// A request of a block device that is under way.
-#[derive(Default)]
+/// A request of a block device that is under way. A step changes its own byte and leaves the rest where it is:
+/// what is moved from step to step in parts, and loaded again as a whole, makes the processor wait.
 pub struct BlkRequest {
     pub(super) step: Step,
+    /// What it asks for, from [`Start`](Step::Start) on.
+    pub(super) action: Action,
+    /// Its status, and how many bytes of data came before that, once it is [complete](Step::Complete).
+    pub(super) outcome: (Status, u32),
     pub(super) transfer: Transfer,
+}
+
+impl Default for BlkRequest {
+    fn default() -> BlkRequest {
+        BlkRequest {
+            step: Step::Parse,
+            action: Action::Nothing,
+            outcome: (Status::IoErr, 0),
+            transfer: Transfer::default(),
+        }
+    }
 }
 
 impl BlkRequest {
     /// Whether the kernel is moving data for it.
     pub(super) fn moves_data(&self) -> bool {
-        matches!(self.step, Step::Busy(Action::Transfer { .. }))
+        self.step == Step::Busy && matches!(self.action, Action::Transfer { .. })
+    }
+
+    /// The next step writes this status, after this many bytes of data.
+    pub(super) fn complete(&mut self, status: Status, written: u32) {
+        (self.step, self.outcome) = (Step::Complete, (status, written));
     }
 }
 
@@ -446,12 +466,12 @@ impl FileStore {
         transfer.moved == len
     }
 
-    /// What follows the last step of a request that the disk has done: a flush, if the request is to
+    /// Sets what follows the last step of a request that the disk has done: a flush, if the request is to
     /// be durable when it completes and is not by itself.
-    pub(super) fn after(&self, transfer: &Transfer, action: Action, written: u32) -> Step {
-        let flushes = match action {
+    pub(super) fn after(&self, request: &mut BlkRequest, written: u32) {
+        let flushes = match request.action {
             Action::Transfer { write, .. } => {
-                write && transfer.through && !self.io.writes_through()
+                write && request.transfer.through && !self.io.writes_through()
             }
             // The kernel has no request that zeroes and is durable. Ordering: see `Cache::settle`.
             Action::Zero { .. } => self.through.load(Ordering::Acquire),
@@ -459,8 +479,8 @@ impl FileStore {
         };
         match flushes {
             // Nothing is written to the driver's memory by what is flushed.
-            true => Step::Start(Action::Flush),
-            false => Step::Complete(Status::Ok, written),
+            true => (request.step, request.action) = (Step::Start, Action::Flush),
+            false => request.complete(Status::Ok, written),
         }
     }
 
@@ -505,11 +525,12 @@ impl FileStore {
         self.io.reap(|token, result| {
             let at = token as u16;
             let request = &mut slots[usize::from(at)].request;
-            if let (Step::Busy(Action::Zero { .. }), Err(error)) = (request.step, &result)
+            if let (Step::Busy, Action::Zero { .. }) = (request.step, request.action)
+                && let Err(error) = &result
                 && error.raw_os_error() == Some(libc::EOPNOTSUPP)
             {
                 // A driver writes the zeroes itself then.
-                request.step = Step::Complete(Status::Unsupported, 0);
+                request.complete(Status::Unsupported, 0);
             }
             let (moves, transfer) = (request.moves_data(), &mut request.transfer);
             let moved = result.as_ref().map_or(0, |&moved| u64::from(moved));
