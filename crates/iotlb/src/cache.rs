@@ -64,6 +64,12 @@ impl Entry {
         self.first + self.extent
     }
 
+    /// Where its first address leads.
+    #[inline]
+    pub(crate) fn start(&self) -> Here {
+        Here { base: self.host, more: self.extent }
+    }
+
     /// Where `addr`, which it covers, leads.
     #[inline]
     pub(crate) fn here(&self, addr: u64) -> Here {
@@ -212,6 +218,7 @@ impl Cache {
     }
 
     /// The entry that covers `addr` and allows `wanted`.
+    #[inline]
     pub(crate) fn get(&self, addr: u64, wanted: Prot) -> Option<Entry> {
         self.find(addr, wanted, |entry| entry)
     }
