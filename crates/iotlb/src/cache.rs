@@ -64,12 +64,6 @@ impl Entry {
         self.first + self.extent
     }
 
-    /// Where its first address leads.
-    #[inline]
-    pub(crate) fn start(&self) -> Here {
-        Here { base: self.host, more: self.extent }
-    }
-
     /// Where `addr`, which it covers, leads.
     #[inline]
     pub(crate) fn here(&self, addr: u64) -> Here {
@@ -129,8 +123,8 @@ impl Entry {
     }
 }
 
-/// Where an address leads. Two words, which stay in registers: an entry that is moved through memory in words
-/// and loaded again in larger parts makes the processor wait for its own stores.
+/// Where an address leads. Two words, which stay in registers: an entry goes through memory, stored in words and
+/// loaded in larger parts, which a processor cannot forward from its stores.
 #[derive(Clone, Copy)]
 pub(crate) struct Here {
     pub(crate) base: NonNull<u8>,
@@ -142,7 +136,7 @@ impl Here {
     /// The byte and `more` that follow it.
     ///
     /// # Safety
-    /// There are so many, and the memory stays mapped as long as `'m`.
+    /// `more` is at most `self.more`, and the memory stays mapped as long as `'m`.
     #[inline]
     pub(crate) unsafe fn piece<'m>(self, more: u64) -> HostSlice<'m> {
         // SAFETY: the caller's promise.

@@ -46,8 +46,8 @@ pub struct IotlbConfig {
     pub timeout: Duration,
     /// After how long without an update a miss is sent again, then with a request for a reply.
     pub again: Duration,
-    /// Determines which entries are evicted, for tests that must repeat exactly; `None`: a number
-    /// that a guest cannot know.
+    /// Determines which entries are evicted and where open misses are listed, for tests that must repeat
+    /// exactly; `None`: a number that a guest cannot know.
     pub seed: Option<u64>,
 }
 
@@ -121,15 +121,12 @@ impl Iotlb {
         let domain = SoftDomain::new(Geometry::new(sizes, Range::ALL), limits, shootdown);
         let times =
             Times { again_ns: nanos(config.again), refused_ns: nanos(config.again.min(REFUSED)) };
-        let random = || RandomState::new().hash_one(0u8);
+        let seed = config.seed.unwrap_or_else(|| RandomState::new().hash_one(0u8));
         Arc::new(Iotlb {
             domain,
             config,
-            writer: Mutex::new(Writer {
-                victims: Victims::new(config.seed.unwrap_or_else(random)),
-                evicted: Vec::new(),
-            }),
-            misses: Misses::new(config.misses, times),
+            writer: Mutex::new(Writer { victims: Victims::new(seed), evicted: Vec::new() }),
+            misses: Misses::new(config.misses, times, seed),
             sink: Mutex::new(None),
             had_sink: OnceLock::new(),
             stats: IotlbStats::default(),

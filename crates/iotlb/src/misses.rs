@@ -1,6 +1,6 @@
 //! Open misses: translations that were requested and have not arrived yet.
 
-use std::{collections::HashMap, hash::BuildHasherDefault, sync::Arc};
+use std::{collections::HashMap, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
@@ -43,6 +43,8 @@ const ACCESS_BITS: u32 = 2;
 
 impl Key {
     fn new(page: u64, access: Prot) -> Key {
+        const { assert!(Prot::RW.bits() == (1 << ACCESS_BITS) - 1) };
+        debug_assert!(access.intersects(Prot::RW), "a miss of no access");
         Key(page << ACCESS_BITS | u64::from(access.bits() & Prot::RW.bits()))
     }
 
@@ -55,9 +57,8 @@ impl Key {
     }
 }
 
-/// In a range of at most so many pages, each is looked up in the list; for a larger one, which is rare, all
-/// of the list is looked at.
-const LOOKED_UP: u64 = 16;
+/// How many entries the list has room for when it is empty: where it was longer, its memory is given back.
+const KEPT: usize = 1024;
 
 /// Where misses go, such as a front end, which replies with updates.
 ///
@@ -217,15 +218,21 @@ pub(crate) struct Times {
     pub(crate) refused_ns: u64,
 }
 
-#[derive(Default)]
 struct List {
-    pending: HashMap<Key, Pending, BuildHasherDefault<Mix>>,
+    pending: HashMap<Key, Pending, Mix>,
     /// Waiters that found the list full, to be woken when it has room.
     blocked: Vec<Arc<Waiter>>,
 }
 
+/// So few pages are looked up in any case.
+const LOOKED_UP: u64 = 16;
+
 impl List {
-    /// Removes the entries in the pages of `range` for which `gone` returns true; their waiters,
+    fn new(seed: u64) -> List {
+        List { pending: HashMap::with_hasher(Mix::new(seed)), blocked: Vec::new() }
+    }
+
+    /// Removes the entries in the pages of `range` for which `gone` returns true, in no order; their waiters,
     /// added to `woken`, look again.
     fn drop_if(
         &mut self,
@@ -242,7 +249,8 @@ impl List {
             }
             over
         };
-        if pages.end() - pages.start() < LOOKED_UP {
+        // Whichever is less work: to look each page up, or to look at the whole list.
+        if pages.end() - pages.start() < LOOKED_UP.max(before as u64 / 4) {
             for page in pages {
                 for access in [Prot::READ, Prot::WRITE, Prot::RW] {
                     let key = Key::new(page, access);
@@ -300,8 +308,9 @@ pub(crate) struct Misses {
 }
 
 impl Misses {
-    pub(crate) fn new(most: usize, times: Times) -> Misses {
-        let (list, count) = (Mutex::new(List::default()), AtomicU64::new(0));
+    /// An empty list for `most` misses; the peer whose pages it lists does not know `seed`.
+    pub(crate) fn new(most: usize, times: Times, seed: u64) -> Misses {
+        let (list, count) = (Mutex::new(List::new(seed)), AtomicU64::new(0));
         let (taken, refusing) = (AtomicUsize::new(0), AtomicBool::new(false));
         Misses { list, taken, refusing, count, most, times }
     }
@@ -370,7 +379,7 @@ impl Misses {
                 list.tidy(self.times, now_ns, &mut woken);
             }
             wanted.retain_mut(|miss| self.enter(&mut list, miss, waiter, now_ns));
-            self.show(&list);
+            self.show(&mut list);
         }
         woken.wake();
         // After the list was entered: see `Misses`.
@@ -506,10 +515,13 @@ impl Misses {
     }
 
     /// Shows what needs no lock to be read.
-    fn show(&self, list: &List) {
+    fn show(&self, list: &mut List) {
         self.taken.store(list.pending.len(), Ordering::Relaxed);
         if list.pending.is_empty() {
             self.refusing.store(false, Ordering::Relaxed);
+            if list.pending.capacity() > 2 * KEPT {
+                list.pending.shrink_to(KEPT);
+            }
         }
     }
 
@@ -517,7 +529,7 @@ impl Misses {
         let mut woken = Woken::NONE;
         let mut list = self.list.lock();
         list.drop_if(range, &mut woken, gone);
-        self.show(&list);
+        self.show(&mut list);
         drop(list);
         woken.wake();
     }

@@ -206,18 +206,15 @@ impl View {
     /// reports no fault and sends no miss, the access itself does.
     #[inline]
     pub fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
-        let (first, here) = match self.cache.get(addr, prot_of(access)) {
+        let entry = match self.cache.get(addr, prot_of(access)) {
             Some(entry) => {
                 self.hits.set(self.hits.get() + 1);
-                (entry.first, entry.start())
+                entry
             }
-            None => {
-                let entry = self.silently(|| self.walk(addr, access)).ok()?;
-                (entry.first, entry.start())
-            }
+            None => self.silently(|| self.walk(addr, access)).ok()?,
         };
         // SAFETY: as in `slices`, of all bytes of the entry.
-        Some((first, unsafe { here.piece(here.more) }))
+        Some((entry.first, unsafe { entry.here(entry.first).piece(entry.extent) }))
     }
 
     /// The worker goes to sleep: invalidations no longer wait for it. Until it is back

@@ -8,7 +8,7 @@
 //! * [`clock`] and [`cpu`]: time and the CPU number as traits, so that code that depends on them
 //!   can be tested without either.
 //! * `wait` (with `std`): waiting for the other end of a ring, awake or asleep.
-//! * [`mix`]: a hash of numbers.
+//! * [`mix`]: a hash of numbers for tables, such as of pages.
 //! * [`histogram`]: values that many threads record, each with two additions.
 //! * [`atomic`], [`cell`]: the atomics of `core`, or those of the model checker with `--cfg loom`. No
 //!   other crate sees the difference.

@@ -55,7 +55,8 @@ impl BlkServer {
         Ok(BlkServer { store, limits, id: Arc::clone(id), bytes: 0 })
     }
 
-    /// Makes the next step of a request. False: it is [busy](Step::Busy), or there is no room for it now.
+    /// Takes the next step of a request. True: another one can follow at once; false: it is
+    /// [busy](Step::Busy), or there is no room for it now.
     fn step(
         &mut self,
         at: u16,
@@ -71,8 +72,8 @@ impl BlkServer {
                 Ok(true)
             }
             Step::Start => self.start(at, request, chain, bus, now_ns),
-            Step::Move => self.move_now(request, chain, bus),
-            Step::Deliver => self.deliver(request, chain, bus),
+            Step::Move => self.move_now(request, chain, bus).map(|()| true),
+            Step::Deliver => self.deliver(request, chain, bus).map(|()| true),
             Step::Busy | Step::Complete => unreachable!("it goes on elsewhere"),
         }
     }
@@ -122,12 +123,7 @@ impl BlkServer {
     /// Moves the data of a transfer now. The addresses are translated here, at the moment of the
     /// access, so that a mapping that is gone by then is refused however old the request is. A
     /// transfer that meets a missing translation in the middle is done again from its beginning.
-    fn move_now(
-        &mut self,
-        request: &mut BlkRequest,
-        chain: &Chain,
-        bus: &Bus,
-    ) -> Result<bool, Stop> {
+    fn move_now(&mut self, request: &mut BlkRequest, chain: &Chain, bus: &Bus) -> Result<(), Stop> {
         let (Store::Ram(ram) | Store::Paced { ram, .. }) = &self.store else {
             unreachable!("only memory is moved by us")
         };
@@ -137,17 +133,12 @@ impl BlkServer {
         request::transfer(chain, bus, ram, write, offset, len)?;
         self.bytes += len;
         request.complete(Status::Ok, if write { 0 } else { len as u32 });
-        Ok(true)
+        Ok(())
     }
 
     /// The disk has read or written data in buffers of the service's own: copies it to the driver,
     /// and starts the rest.
-    fn deliver(
-        &mut self,
-        request: &mut BlkRequest,
-        chain: &Chain,
-        bus: &Bus,
-    ) -> Result<bool, Stop> {
+    fn deliver(&mut self, request: &mut BlkRequest, chain: &Chain, bus: &Bus) -> Result<(), Stop> {
         let Action::Transfer { write, len, .. } = request.action else {
             unreachable!("only transfers have data")
         };
@@ -158,7 +149,7 @@ impl BlkServer {
         } else {
             request.step = Step::Start;
         }
-        Ok(true)
+        Ok(())
     }
 }
 

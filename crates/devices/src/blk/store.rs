@@ -138,11 +138,11 @@ pub(super) enum Step {
     Complete,
 }
 
-/// A request of a block device that is under way. A step changes its own byte and leaves the rest where it is:
-/// what is moved from step to step in parts, and loaded again as a whole, makes the processor wait.
+/// A request of a block device that is under way.
 pub struct BlkRequest {
     pub(super) step: Step,
-    /// What it asks for, from [`Start`](Step::Start) on.
+    /// What is done for it, from [`Start`](Step::Start) on: what it asks for, and after a write that is to be
+    /// durable a flush. It stays in place from step to step.
     pub(super) action: Action,
     /// Its status, and how many bytes of data came before that, once it is [complete](Step::Complete).
     pub(super) outcome: (Status, u32),

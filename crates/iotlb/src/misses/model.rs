@@ -23,7 +23,7 @@ struct World {
 
 impl World {
     fn new() -> Arc<World> {
-        Arc::new(World { mapped: AtomicBool::new(false), misses: Misses::new(2, TIMES) })
+        Arc::new(World { mapped: AtomicBool::new(false), misses: Misses::new(2, TIMES, 7) })
     }
 
     fn there(&self) -> bool {

@@ -28,7 +28,7 @@ fn note(misses: &Misses, wanted: &[Miss], waiter: &Arc<Waiter>, now_ns: u64) -> 
 #[test]
 fn one_miss_for_a_page_and_an_access_however_many_waiters() {
     // rule D17
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let (first, second) = (waiter(), waiter());
     let read = miss(0x1234, Prot::READ);
     let both = [read, miss(0x1fff, Prot::READ), miss(0x1000, Prot::WRITE)];
@@ -51,7 +51,7 @@ fn one_miss_for_a_page_and_an_access_however_many_waiters() {
 #[test]
 fn an_update_wakes_only_waiters_that_it_satisfies_in_address_and_permission() {
     // rule D18
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let [reads, writes, both, other] = [(); 4].map(|()| waiter());
     note(&misses, &[miss(0x1000, Prot::READ)], &reads, 0);
     note(&misses, &[miss(0x1000, Prot::WRITE)], &writes, 0);
@@ -70,7 +70,7 @@ fn an_update_wakes_only_waiters_that_it_satisfies_in_address_and_permission() {
 
 #[test]
 fn an_update_for_part_of_a_page_strands_no_waiter() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let (low, high) = (waiter(), waiter());
     note(&misses, &[miss(0x1000, Prot::READ)], &low, 0);
     note(&misses, &[miss(0x1800, Prot::READ)], &high, 0);
@@ -89,7 +89,7 @@ fn a_waiter_is_woken_once_however_many_misses_an_update_resolves() {
     let waiter = Waiter::new(Box::new(move || {
         count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     }));
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let wanted: Vec<Miss> = (0..50).map(|page| miss(page * PAGE, Prot::READ)).collect();
     assert_eq!(note(&misses, &wanted, &waiter, 0).len(), 50);
     misses.update(Range::ALL, Prot::READ);
@@ -99,7 +99,7 @@ fn a_waiter_is_woken_once_however_many_misses_an_update_resolves() {
 #[test]
 fn the_list_is_bounded_and_a_full_one_makes_room_for_blocked_waiters() {
     // rule D17
-    let misses = Misses::new(4, TIMES);
+    let misses = Misses::new(4, TIMES, 7);
     let (many, late) = (waiter(), waiter());
     let wanted: Vec<Miss> = (0..100).map(|page| miss(page * PAGE, Prot::READ)).collect();
     for now in 0..10 {
@@ -117,7 +117,7 @@ fn the_list_is_bounded_and_a_full_one_makes_room_for_blocked_waiters() {
 #[test]
 fn an_unresolved_miss_makes_room_once_its_waiters_have_given_up() {
     // rule D17
-    let misses = Misses::new(4, TIMES);
+    let misses = Misses::new(4, TIMES, 7);
     let (gone, waiting, late) = (waiter(), waiter(), waiter());
     let wanted: Vec<Miss> = (0..4).map(|page| miss(page * PAGE, Prot::READ)).collect();
     note(&misses, &wanted, &gone, 0);
@@ -135,7 +135,7 @@ fn an_unresolved_miss_makes_room_once_its_waiters_have_given_up() {
 
 #[test]
 fn a_refusal_holds_for_its_waiters_and_expires() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let (waits, later) = (waiter(), waiter());
     let state = |waiter, now| misses.is_refused((Iova(0x1000), Prot::WRITE), None, waiter, || now);
     let refusing = || misses.refusing.load(Ordering::Relaxed);
@@ -162,7 +162,7 @@ fn a_refusal_holds_for_its_waiters_and_expires() {
 /// Two accesses that share a waiter, and pass since when they wait.
 #[test]
 fn a_refusal_reaches_only_earlier_waiters() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
     let state =
@@ -188,7 +188,7 @@ fn a_refusal_reaches_only_earlier_waiters() {
 /// Sent several times: each reply belongs to its number.
 #[test]
 fn a_late_reply_does_not_concern_later_waiters() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
     let state =
@@ -207,7 +207,7 @@ fn a_late_reply_does_not_concern_later_waiters() {
 /// was sent in between.
 #[test]
 fn a_reply_to_an_older_miss_does_not_concern_a_later_miss() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
     let state =
@@ -228,7 +228,7 @@ fn a_reply_to_an_older_miss_does_not_concern_a_later_miss() {
 
 #[test]
 fn a_miss_that_could_not_be_sent_is_sent_by_the_next_lookup() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let (first, second) = (waiter(), waiter());
     let sent = note(&misses, &[miss(0x1000, Prot::READ)], &first, 0);
     note(&misses, &sent, &second, 0);
@@ -241,7 +241,7 @@ fn a_miss_that_could_not_be_sent_is_sent_by_the_next_lookup() {
 
 #[test]
 fn what_came_before_it_was_noted_is_not_waited_for() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let waiter = waiter();
     let mut wanted = vec![miss(0x1000, Prot::READ), miss(0x2000, Prot::READ)];
     misses.note(&mut wanted, &waiter, 0, |miss| miss.iova.0 == 0x1000);
@@ -251,7 +251,7 @@ fn what_came_before_it_was_noted_is_not_waited_for() {
 
 #[test]
 fn an_acknowledgement_without_a_translation_counts_the_second_time() {
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     assert!(!misses.acknowledge(Iova(0x1000), Prot::WRITE, 1));
     note(&misses, &[miss(0x1000, Prot::WRITE)], &waiter(), 0);
     assert!(!misses.acknowledge(Iova(0x1000), Prot::READ, 2));
@@ -262,7 +262,7 @@ fn an_acknowledgement_without_a_translation_counts_the_second_time() {
 #[test]
 fn the_last_page_is_a_page() {
     // rule D30
-    let misses = Misses::new(100, TIMES);
+    let misses = Misses::new(100, TIMES, 7);
     let waiter = waiter();
     note(&misses, &[miss(u64::MAX, Prot::READ)], &waiter, 0);
     misses.update(Range::new(Iova(u64::MAX - 0xfff), Iova(u64::MAX)).unwrap(), Prot::READ);
@@ -273,23 +273,40 @@ fn the_last_page_is_a_page() {
 fn an_update_of_few_pages_or_many_resolves_those_and_no_others() {
     // rule D18
     const PAGES: u64 = 4 * LOOKED_UP;
-    for (first, count) in
-        (0..PAGES).step_by(3).flat_map(|at| (1..=PAGES - at).map(move |n| (at, n)))
+    const LAST: u64 = u64::MAX / PAGE - PAGES + 1;
+    let ranges = || (0..PAGES).step_by(3).flat_map(|at| (1..=PAGES - at).map(move |n| (at, n)));
+    for (base, (first, count)) in
+        [0, LAST].into_iter().flat_map(|base| ranges().map(move |r| (base, r)))
     {
-        let misses = Misses::new(1000, TIMES);
+        let misses = Misses::new(1000, TIMES, first);
         let waiter = waiter();
-        let wanted = (0..PAGES).flat_map(|page| {
-            [Prot::READ, Prot::WRITE, Prot::RW].map(|access| miss(page * PAGE, access))
-        });
+        let all = || (base..=base + (PAGES - 1)).map(|page| page * PAGE);
+        let wanted =
+            all().flat_map(|iova| [Prot::READ, Prot::WRITE, Prot::RW].map(|it| miss(iova, it)));
         note(&misses, &wanted.collect::<Vec<_>>(), &waiter, 0);
-        misses.update(pages(first, count), Prot::WRITE);
-        let listed = |page: u64, access| {
-            misses.list.lock().pending.contains_key(&miss(page * PAGE, access).key())
-        };
-        for page in 0..PAGES {
-            let updated = (first..first + count).contains(&page);
-            assert_eq!(listed(page, Prot::WRITE), !updated, "page {page} of {first}+{count}");
-            assert!(listed(page, Prot::READ) && listed(page, Prot::RW));
+        // The first bytes were missed: of the last page one is enough.
+        let (from, to) = ((base + first) * PAGE, (base + first + count - 1) * PAGE);
+        let range = Range::new(Iova(from), Iova(to)).unwrap();
+        let updated = |iova| from <= iova && iova <= to;
+        let listed =
+            |iova, access| misses.list.lock().pending.contains_key(&miss(iova, access).key());
+        assert_eq!(misses.refuse(range, Prot::WRITE, None, 1).len() as u64, 2 * count);
+        assert_eq!(misses.listed() as u64, 3 * PAGES, "what is refused stays listed");
+        misses.update(range, Prot::WRITE);
+        for iova in all() {
+            assert_eq!(listed(iova, Prot::WRITE), !updated(iova), "{iova:#x} of {range}");
+            assert!(listed(iova, Prot::READ) && listed(iova, Prot::RW));
         }
     }
+}
+
+#[test]
+fn a_list_that_was_long_gives_its_memory_back() {
+    let misses = Misses::new(16 << 10, TIMES, 7);
+    let wanted: Vec<Miss> = (0..16 << 10).map(|page| miss(page * PAGE, Prot::READ)).collect();
+    note(&misses, &wanted, &waiter(), 0);
+    let room = || misses.list.lock().pending.capacity();
+    assert!(room() >= 16 << 10);
+    misses.clear();
+    assert!(room() <= 2 * KEPT, "{}", room());
 }

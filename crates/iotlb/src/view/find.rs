@@ -130,7 +130,7 @@ impl View {
         self.silently(|| {
             loop {
                 let next = match self.lookup(at, access) {
-                    // Cannot wrap: those bytes follow.
+                    // The sum is the entry's last address.
                     Ok(here) => (at + here.more).checked_add(1),
                     Err(AccessError::Again { .. }) => {
                         ready = false;

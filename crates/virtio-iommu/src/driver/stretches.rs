@@ -1,6 +1,6 @@
 //! Stretches by their numbers, found fast where the last ones were.
 
-use std::{cell::Cell, collections::HashMap, hash::BuildHasherDefault};
+use std::{cell::Cell, collections::HashMap};
 
 use ringfence_sync::mix::Mix;
 
@@ -17,8 +17,8 @@ const NO_STRETCH: (u64, u32) = (u64::MAX, 0);
 
 /// The stretches of a domain in which something is, or was not long ago, mapped.
 pub(super) struct Stretches {
-    /// Where in `all` each is.
-    places: HashMap<u64, u32, BuildHasherDefault<Mix>>,
+    /// Where in `all` each is. The numbers are those of the driver's own allocator.
+    places: HashMap<u64, u32, Mix>,
     all: Vec<Stretch>,
     /// The places that were looked up last, by the low bits of the number: a comparison is most of
     /// what a look-up costs then.
