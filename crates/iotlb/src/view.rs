@@ -179,21 +179,18 @@ impl View {
     }
 
     /// How many misses there were so far, those sent again included. An access that begins to wait
-    /// notes the number, and looks again [`since`](Self::since) then.
+    /// notes the number, and looks again [since](Self::set_since) then.
     pub fn misses_sent(&self) -> u64 {
         self.iotlb().map_or(0, |iotlb| iotlb.misses_sent())
     }
 
-    /// Runs `job`, whose accesses have waited since there were so many
+    /// Accesses from now on have waited since there were so many
     /// [`misses_sent`](Self::misses_sent): they fail if a later miss for their addresses was
     /// refused, and no other refusal concerns them. For accesses that have not waited, `u64::MAX`.
-    /// Accesses outside `since` fail if a miss of this view for their addresses was refused a
-    /// moment ago.
-    pub fn since<R>(&self, misses: u64, job: impl FnOnce() -> R) -> R {
-        let before = self.since.replace(Some(misses));
-        let result = job();
-        self.since.set(before);
-        result
+    /// With `None` they fail if a miss of this view for their addresses was refused a moment ago.
+    /// Returns what was set before.
+    pub fn set_since(&self, misses: Option<u64>) -> Option<u64> {
+        self.since.replace(misses)
     }
 
     /// The IOTLB that it looks up, if it is bound to one.

@@ -68,6 +68,25 @@ impl<const USER: bool> Direct<USER> {
         self.log = log;
     }
 
+    /// [`slices`](Translate::slices) of what may lie in several pieces.
+    #[cold]
+    fn pieces(
+        &self,
+        addr: u64,
+        len: u64,
+        access: Access,
+        mut each: impl FnMut(HostSlice<'_>),
+    ) -> Result<(), AccessError> {
+        self.table().walk(addr, len, access, |found, at| {
+            if self.memory.is_lost(found.region) {
+                return Err(AccessError::Lost { addr: at });
+            }
+            self.touched.set(self.touched.get() | bit(found.region));
+            each(found.slice);
+            Ok(())
+        })
+    }
+
     #[inline]
     fn table(&self) -> &Table {
         if USER { &self.memory.by_user } else { &self.memory.by_gpa }
@@ -80,14 +99,11 @@ impl<const USER: bool> Translate for Direct<USER> {
     where
         F: FnMut(HostSlice<'_>),
     {
-        self.table().walk(addr, len, access, |found, at| {
-            if self.memory.is_lost(found.region) {
-                return Err(AccessError::Lost { addr: at });
-            }
-            self.touched.set(self.touched.get() | bit(found.region));
-            each(found.slice);
-            Ok(())
-        })
+        match self.piece(addr, len, access) {
+            Some(piece) => each(piece),
+            None => return self.pieces(addr, len, access, each),
+        }
+        Ok(())
     }
 
     #[inline]

@@ -98,13 +98,17 @@ impl Bus {
         self.view().map_or(0, View::misses_sent)
     }
 
-    /// Runs `job`, whose accesses have waited since there were so many misses; see [`View::since`].
+    /// Runs `job`, whose accesses have waited since there were so many misses; see [`View::set_since`].
     #[inline]
     pub fn since<R>(&self, misses: u64, job: impl FnOnce() -> R) -> R {
-        match self.view() {
-            Some(view) => view.since(misses, job),
-            None => job(),
+        // One call of the job, so that it is inlined.
+        let view = self.view();
+        let before = view.and_then(|view| view.set_since(Some(misses)));
+        let result = job();
+        if let Some(view) = view {
+            view.set_since(before);
         }
+        result
     }
 
     /// The IOTLB that sends its misses, if there is one.
@@ -145,6 +149,14 @@ impl Translate for Bus {
         match self {
             Bus::Iommu(view) => view.slices(addr, len, access, each),
             Bus::Physical(physical) => physical.slices(addr, len, access, each),
+        }
+    }
+
+    #[inline]
+    fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
+        match self {
+            Bus::Iommu(view) => view.piece(addr, len, access),
+            Bus::Physical(physical) => physical.piece(addr, len, access),
         }
     }
 

@@ -48,7 +48,7 @@ pub struct Chain {
     /// Address and length of the indirect table that it ends with.
     pub(crate) table: Option<(u64, u32)>,
     pub(crate) descs: Vec<Desc>,
-    pub(crate) readable: usize,
+    pub(crate) readable: u32,
     pub(crate) readable_len: u32,
     pub(crate) writable_len: u32,
 }
@@ -85,13 +85,13 @@ impl Chain {
     /// The buffers that the device reads.
     #[inline]
     pub fn readable(&self) -> &[Desc] {
-        &self.descs[..self.readable]
+        &self.descs[..self.readable as usize]
     }
 
     /// The buffers that the device writes.
     #[inline]
     pub fn writable(&self) -> &[Desc] {
-        &self.descs[self.readable..]
+        &self.descs[self.readable as usize..]
     }
 
     /// Bytes that the device may read: at most 2^32 - 1, together with the writable ones.
@@ -168,13 +168,27 @@ impl Chain {
         if desc.write {
             self.writable_len += len;
         } else {
-            if self.readable < self.descs.len() {
+            if (self.readable as usize) < self.descs.len() {
                 return Err(ChainFault::Order { at });
             }
             self.readable += 1;
             self.readable_len += len;
         }
         self.descs.push(desc);
+        Ok(())
+    }
+
+    /// As [`push`](Self::push) to an empty chain.
+    #[inline]
+    pub(crate) fn push_only(&mut self, at: u16, only: Desc) -> Result<(), ChainFault> {
+        debug_assert!(self.descs.is_empty());
+        let Desc { addr, len, write } = only;
+        if only.wraps() {
+            return Err(ChainFault::Wraps { at, addr, len });
+        }
+        self.readable = (!write).into();
+        (self.readable_len, self.writable_len) = if write { (0, len) } else { (len, 0) };
+        self.descs.push(only);
         Ok(())
     }
 
@@ -234,6 +248,11 @@ mod tests {
     /// Any, more often very short or very long.
     fn len() -> impl Strategy<Value = u32> {
         prop_oneof![any::<u32>(), 0..4u32, (0..4u32).prop_map(|below| u32::MAX - below)]
+    }
+
+    #[test]
+    fn a_chain_fits_in_a_line_of_a_cache() {
+        assert!(size_of::<Chain>() <= 64);
     }
 
     proptest! {

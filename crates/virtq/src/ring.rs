@@ -326,6 +326,15 @@ impl UsedRing {
         len_word.store(len.to_le(), Ordering::Relaxed);
     }
 
+    /// Before the element at a running index is written: fetches the cache line after its own, if it is
+    /// the first of that. Where one is given back there are more, most often.
+    #[inline]
+    pub(crate) fn soon_next(&self, index: u16) {
+        if usize::from(index).is_multiple_of(PER_LINE) {
+            soon_written(self.entry(index.wrapping_add(PER_LINE as u16)).as_ptr());
+        }
+    }
+
     /// Fetches the cache lines of `count` elements from a running index on, which are about to be
     /// written: the driver has read them. A hint.
     #[inline]

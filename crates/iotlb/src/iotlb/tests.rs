@@ -377,9 +377,11 @@ fn a_refusal_is_a_fault_and_a_forbidden_access_is_reported() {
     bench.iotlb.refuse(pages(0, 2), Prot::WRITE);
     bench.iotlb.refuse(pages(0, 2), Prot::READ);
     let unmapped = AccessError::Unmapped { addr: 0, access: Access::Read };
-    assert_eq!(bench.view.since(since, || bench.view.read(0, &mut [0])), Err(unmapped));
+    assert_eq!(bench.view.set_since(Some(since)), None);
+    assert_eq!(bench.view.read(0, &mut [0]), Err(unmapped));
     let forbidden = AccessError::NotPermitted { addr: PAGE, access: Access::Write };
-    assert_eq!(bench.view.since(since, || bench.view.write(PAGE, &[0])), Err(forbidden));
+    assert_eq!(bench.view.write(PAGE, &[0]), Err(forbidden));
+    assert_eq!(bench.view.set_since(None), Some(since));
     assert!(bench.reads(PAGE));
     assert_eq!(bench.faults.0.lock().len(), 2);
     let reported = Miss { iova: Iova(PAGE), access: Prot::WRITE, again: None };
@@ -403,7 +405,8 @@ fn an_update_that_forbids_the_access_is_a_refusal_at_the_second_reply() {
     bench.iotlb.reply(Iova(0), Prot::WRITE, number, true);
     assert_eq!(bench.sink.failures.lock().len(), 1);
     let forbidden = AccessError::NotPermitted { addr: 0, access: Access::Write };
-    assert_eq!(bench.view.since(since, || bench.view.write(0, &[0])), Err(forbidden));
+    assert_eq!(bench.view.set_since(Some(since)), None);
+    assert_eq!(bench.view.write(0, &[0]), Err(forbidden));
 }
 
 #[test]

@@ -204,7 +204,7 @@ impl Burst {
         let from = self.descs.len() as u32;
         self.descs.extend_from_slice(descs);
         let to = self.descs.len() as u32;
-        self.chains.push(Part { head, count, from, readable: from + readable as u32, to });
+        self.chains.push(Part { head, count, from, readable: from + readable, to });
     }
 }
 

@@ -99,6 +99,11 @@ pub(super) trait Format: Copy + fmt::Debug {
         let _ = (areas, count);
     }
 
+    /// As [`soon`](Self::soon), before a chain is given back that others follow, most often.
+    fn soon_next(&self, areas: &Self::Areas) {
+        let _ = areas;
+    }
+
     /// Makes chains that were given back visible; true if the driver wants an interrupt.
     fn publish(&mut self, areas: &Self::Areas, config: &RingConfig) -> bool;
 
@@ -304,7 +309,7 @@ impl<F: Format> End<F> {
         let copied = match self.at.single(first) {
             Some((name, number, desc)) => {
                 (chain.head, chain.count) = (name, 1);
-                self.flight.check(name).and_then(|()| chain.push(number, desc))
+                self.flight.check(name).and_then(|()| chain.push_only(number, desc))
             }
             None => {
                 let with = (&self.flight, &mut self.table, mem);
@@ -405,6 +410,7 @@ impl<F: Format> End<F> {
     pub(super) fn push_used(&mut self, head: u16, len: u32) {
         let places = self.flight.give_back(head);
         let Some(areas) = &self.areas else { unreachable!("a chain was taken from it") };
+        self.at.soon_next(areas);
         self.at.put(areas, (head, len), places, self.config.size);
     }
 

@@ -207,6 +207,11 @@ impl Format for Indices {
     }
 
     #[inline]
+    fn soon_next(&self, areas: &Areas) {
+        areas.used.soon_next(self.next_used);
+    }
+
+    #[inline]
     fn publish(&mut self, areas: &Areas, _: &RingConfig) -> bool {
         let (old, new) = (self.published, self.next_used);
         if old == new {

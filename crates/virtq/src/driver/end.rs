@@ -157,7 +157,13 @@ impl<F: Format> End<F> {
     #[inline(always)]
     pub(super) fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
         let room = self.checked(descs, descs.len(), self.size())?;
-        let tail = self.areas.write(&mut self.at, &self.ids, descs);
+        let tail = if let [only] = descs {
+            let one = (only.addr, only.len, write_flag(only));
+            self.areas.write_one(&mut self.at, &self.ids, one);
+            self.ids.first
+        } else {
+            self.areas.write(&mut self.at, &self.ids, descs)
+        };
         self.ids.add(tail, descs.len() as u16, room, token);
         Ok(())
     }

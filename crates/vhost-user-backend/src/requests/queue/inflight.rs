@@ -208,7 +208,7 @@ impl Recorded {
 
 /// Takes the next chain, first those that an earlier process took. Returns its entry in the record;
 /// `None`: there is no chain.
-#[inline]
+#[inline(always)]
 pub(super) fn take_next(
     ring: &mut device::Queue,
     recorded: Option<&mut Recorded>,

@@ -115,8 +115,9 @@ impl<S: Serve> RequestQueue<S> {
         self.stats.parked += 1;
         let slot = &mut self.slots[usize::from(at)];
         let begun = || (self.now_ns, bus.misses());
-        let (since_ns, misses) = slot.wait.map_or_else(begun, |wait| (wait.since_ns, wait.misses));
-        slot.wait = Some(Wait { missing, since_ns, misses, seen: false });
+        let waits = slot.wait.as_ref();
+        let (since_ns, misses) = waits.map_or_else(begun, |wait| (wait.since_ns, wait.misses));
+        slot.wait = Some(Box::new(Wait { missing, since_ns, misses, seen: false }));
         self.parked.add(at);
         let mut left = PREFETCH_PAGES;
         for desc in slot.chain.descs() {
@@ -148,7 +149,7 @@ impl<S: Serve> RequestQueue<S> {
         let resumed = !ready.is_empty();
         for at in ready.drain(..) {
             let slot = &self.slots[usize::from(at)];
-            let since_ns = slot.wait.map_or(now_ns, |wait| wait.since_ns);
+            let since_ns = slot.wait.as_ref().map_or(now_ns, |wait| wait.since_ns);
             match now_ns.saturating_sub(since_ns) >= timeout_ns {
                 true => self.give_up(at, bus),
                 // A round goes on with no more freed requests than it takes from the ring. One that has
@@ -166,7 +167,7 @@ impl<S: Serve> RequestQueue<S> {
 
     /// The request has timed out: an I/O error, if its status can be written.
     fn give_up(&mut self, at: u16, bus: &Bus) {
-        if let Some(wait) = self.slots[usize::from(at)].wait {
+        if let Some(wait) = &self.slots[usize::from(at)].wait {
             self.timed_out(wait.missing, bus);
         }
         self.fail(at, bus);
