@@ -14,7 +14,7 @@ use ringfence_vhost_user_backend::{
     Bus, RingLog,
     requests::{Missing, Next, Serve, Slot as Taken},
 };
-use ringfence_virtq::{Chain, Desc, RingError, driver};
+use ringfence_virtq::{AddError, Chain, Desc, RingError, driver};
 
 use super::{
     back_end::Shadowed,
@@ -38,24 +38,28 @@ pub enum CopyBack {
     All,
 }
 
-/// The state of a chain.
+/// A chain in its slot. It stays in its place, and is written there field by field: a value that
+/// moves is read in other pieces than it was written in, for which the processor waits.
 #[derive(Debug, Default)]
-pub enum Shadow {
-    /// It has not been copied.
-    #[default]
-    New,
-    /// It has been copied.
-    Sent(Sent),
-}
-
-/// A chain in its slot.
-#[derive(Debug)]
-pub struct Sent {
-    slot: Slot,
+pub struct Shadow {
+    stage: Stage,
     /// The chain's number.
     at: u16,
     /// How many bytes the back end reports, once it has used the chain.
-    used: Option<u32>,
+    used: u32,
+    slot: Slot,
+}
+
+/// How far a chain is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Stage {
+    /// It has not been copied, and has no slot.
+    #[default]
+    New,
+    /// It has been copied.
+    Sent,
+    /// The back end has used it.
+    Used,
 }
 
 /// Why a chain was not sent.
@@ -66,6 +70,12 @@ enum Stop {
     Memory(AccessError),
     /// It can never be sent.
     Never(io::Error),
+}
+
+impl From<AddError> for Stop {
+    fn from(error: AddError) -> Stop {
+        Stop::Never(io::Error::other(error))
+    }
 }
 
 impl From<AccessError> for Stop {
@@ -135,8 +145,17 @@ impl ProxyQueue {
     }
 
     /// Copies a chain and adds it to the shadow ring.
-    fn send(&mut self, at: u16, chain: &Chain, bus: &Bus) -> Result<Sent, Stop> {
+    fn send(
+        &mut self,
+        at: u16,
+        request: &mut Shadow,
+        chain: &Chain,
+        bus: &Bus,
+    ) -> Result<(), Stop> {
         let descs = chain.descs();
+        if let [only] = descs {
+            return self.send_only(at, request, *only, bus);
+        }
         let by_table = self.by_table(chain);
         let layout = Layout::of(chain, by_table);
         if layout.len > self.slots.most() {
@@ -162,14 +181,66 @@ impl ProxyQueue {
         let Some(slot) = self.slots.take(at, layout) else {
             return Err(if self.slots.is_unused() { self.too_long(layout) } else { Stop::Later });
         };
-        match self.fill(at, chain, bus, &slot, by_table) {
-            Ok(()) => Ok(Sent { slot, at, used: None }),
-            Err(stop) => {
-                // Only what is read was copied.
-                self.scrub(chain, slot, None);
-                Err(stop)
+        (request.slot, request.at) = (slot, at);
+        if let Err(stop) = self.fill(at, chain, bus, &request.slot, by_table) {
+            self.release(&request.slot);
+            return Err(stop);
+        }
+        self.note_sent(request, chain.readable_len());
+        Ok(())
+    }
+
+    /// The same for a chain of one buffer, as most frames of a network are.
+    fn send_only(
+        &mut self,
+        at: u16,
+        request: &mut Shadow,
+        only: Desc,
+        bus: &Bus,
+    ) -> Result<(), Stop> {
+        let Desc { addr, len, write } = only;
+        let layout = Layout::only(len);
+        if layout.len > self.slots.most() {
+            return Err(self.too_long(layout));
+        }
+        if self.ends || self.shadow.free_descs() == 0 {
+            return Err(Stop::Later);
+        }
+        if write {
+            bus.slices(addr, len.into(), Access::Write, |_| {})?;
+        }
+        let Some(slot) = self.slots.take(at, layout) else {
+            return Err(if self.slots.is_unused() { self.too_long(layout) } else { Stop::Later });
+        };
+        (request.slot, request.at) = (slot, at);
+        let slot = &request.slot;
+        if !write {
+            let (slots, mut done) = (&self.slots, 0);
+            let copied = bus.slices(addr, len.into(), Access::Read, |piece| {
+                let to = slots.piece(slot, done, piece.len() as u64);
+                done += to.copy_from_piece(piece.into()) as u64;
+            });
+            if let Err(error) = copied {
+                self.release(slot);
+                return Err(error.into());
             }
         }
+        let shadowed = Desc { addr: slot.addr(0), len, write };
+        if let Err(error) = self.shadow.add(&[shadowed], at.into()) {
+            self.release(slot);
+            return Err(error.into());
+        }
+        self.note_sent(request, if write { 0 } else { len.into() });
+        Ok(())
+    }
+
+    /// A chain was added to the shadow ring, and so many bytes of it were copied.
+    #[inline]
+    fn note_sent(&mut self, request: &mut Shadow, copied: u64) {
+        request.stage = Stage::Sent;
+        self.added = true;
+        self.sent += 1;
+        self.round += copied;
     }
 
     /// Whether a chain takes one descriptor of the shadow ring, and a table in its slot.
@@ -204,41 +275,29 @@ impl ProxyQueue {
                 done += to.copy_from_piece(piece.into()) as u64;
             })
         })?;
-        let shadowed = |desc, place| Desc { addr: slot.addr(place), ..desc };
-        let added = match chain.descs() {
-            [only] => self.shadow.add(&[shadowed(*only, 0)], at.into()),
-            descs => {
-                self.shadowed.clear();
-                let _ = slot.each(chain, |desc, place| {
-                    self.shadowed.push(shadowed(desc, place));
-                    Ok::<_, Infallible>(())
-                });
-                if by_table {
-                    let table = slot.table(descs.len());
-                    let window = self.slots.window(slot, table);
-                    self.shadow.add_indirect(slot.addr(table), &window, &self.shadowed, at.into())
-                } else {
-                    self.shadow.add(&self.shadowed, at.into())
-                }
-            }
-        };
-        added.map_err(|error| Stop::Never(io::Error::other(error)))?;
-        self.added = true;
-        self.sent += 1;
-        self.round += chain.readable_len();
+        self.shadowed.clear();
+        let _ = slot.each(chain, |desc, place| {
+            self.shadowed.push(Desc { addr: slot.addr(place), ..desc });
+            Ok::<_, Infallible>(())
+        });
+        if by_table {
+            let table = slot.table(chain.descs().len());
+            let window = self.slots.window(slot, table);
+            self.shadow.add_indirect(slot.addr(table), &window, &self.shadowed, at.into())?;
+        } else {
+            self.shadow.add(&self.shadowed, at.into())?;
+        }
         Ok(())
     }
 
-    /// Copies to the guest the first bytes that the back end has written; returns how many.
+    /// Copies to the guest the first `left` bytes that the back end has written.
     fn copy_back(
         &self,
         chain: &Chain,
         bus: &Bus,
         slot: &Slot,
-        used: u32,
-    ) -> Result<u64, AccessError> {
-        let most = self.written(chain, used);
-        let mut left = most;
+        mut left: u64,
+    ) -> Result<(), AccessError> {
         slot.each(chain, |Desc { addr, len, write }, place| {
             let part = if write { left.min(len.into()) } else { 0 };
             if part == 0 {
@@ -251,8 +310,30 @@ impl ProxyQueue {
                 done += piece.copy_from_piece(from.into()) as u64;
                 bus.mark(piece);
             })
-        })?;
-        Ok(most)
+        })
+    }
+
+    /// Copies back a chain that the back end has used.
+    fn receive(&mut self, at: u16, request: &mut Shadow, chain: &Chain, bus: &Bus) -> Next {
+        let used = request.used;
+        let written = self.written(chain, used);
+        let mut next = Next::Done { ok: true, used };
+        if written > 0
+            && let Err(error) = self.copy_back(chain, bus, &request.slot, written)
+        {
+            if let Some(missing) = Missing::of(error) {
+                self.waits = Some(at);
+                return Next::Missing(missing);
+            }
+            next = self.unreachable(error);
+        } else {
+            self.bytes += chain.readable_len() + written;
+            self.round += written;
+        }
+        self.waits.take_if(|waits| *waits == at);
+        self.scrub(chain, &request.slot, written);
+        request.stage = Stage::New;
+        next
     }
 
     /// How many bytes the back end has written, as far as it is believed.
@@ -263,35 +344,39 @@ impl ProxyQueue {
         }
     }
 
-    /// Gives back the slot of a chain that is over, of which the back end has used so many bytes,
-    /// without what is the guest's in it. (What the back end has written and not reported may stay:
-    /// it is the back end's own.)
-    fn scrub(&self, chain: &Chain, slot: Slot, used: Option<u32>) {
-        let mut left = used.map_or(0, |used| self.written(chain, used));
+    /// Gives back the slot of a chain that is over, of which the guest has got the first `left` bytes
+    /// that the back end has written, without what is the guest's in it. (What the back end has written
+    /// and not reported may stay: it is the back end's own.)
+    fn scrub(&self, chain: &Chain, slot: &Slot, mut left: u64) {
+        if chain.writable_len() == 0 {
+            return self.release(slot);
+        }
         let _ = slot.each(chain, |Desc { len, write, .. }, place| {
             let part = if write { left.min(len.into()) } else { len.into() };
             left -= if write { part } else { 0 };
-            self.slots.piece(&slot, place, part).fill_zero();
+            self.slots.piece(slot, place, part).fill_zero();
             Ok::<_, Infallible>(())
         });
         if self.by_table(chain) {
-            self.slots.rest(&slot, slot.table(chain.descs().len())).fill_zero();
+            self.slots.rest(slot, slot.table(chain.descs().len())).fill_zero();
         }
         self.slots.give_back(slot);
     }
 
     /// Gives back a slot with nothing in it.
-    fn release(&self, slot: Slot) {
-        self.slots.rest(&slot, 0).fill_zero();
+    fn release(&self, slot: &Slot) {
+        self.slots.rest(slot, 0).fill_zero();
         self.slots.give_back(slot);
     }
 
     /// The driver names memory that it does not have. No generic completion says so.
+    #[cold]
     fn unreachable(&mut self, error: AccessError) -> Next {
         self.end_ring(io::Error::other(Broken::Buffer(error)))
     }
 
     /// The ring is given up in this round, and publishes nothing more.
+    #[cold]
     fn end_ring(&mut self, why: io::Error) -> Next {
         self.broken.get_or_insert_with(|| Arc::new(why));
         Next::Busy
@@ -308,8 +393,9 @@ impl ProxyQueue {
                     self.sent -= count as u32;
                     self.call.found(count);
                     for &driver::Used { token, len } in &self.burst[..count] {
-                        if let Shadow::Sent(sent) = &mut slots[token as usize].request {
-                            sent.used = Some(len);
+                        let request = &mut slots[token as usize].request;
+                        if request.stage == Stage::Sent {
+                            (request.stage, request.used) = (Stage::Used, len);
                             self.used.push_back(token as u16);
                         }
                     }
@@ -351,40 +437,19 @@ impl Serve for ProxyQueue {
     }
 
     fn advance(&mut self, at: u16, request: &mut Shadow, chain: &Chain, bus: &Bus, _: u64) -> Next {
-        let Shadow::Sent(sent) = request else {
-            return match self.send(at, chain, bus) {
-                Ok(sent) => {
-                    *request = Shadow::Sent(sent);
-                    Next::Busy
-                }
+        match request.stage {
+            Stage::New => match self.send(at, request, chain, bus) {
+                Ok(()) => Next::Busy,
                 Err(Stop::Later) => Next::Later,
                 Err(Stop::Memory(error)) => match Missing::of(error) {
                     Some(missing) => Next::Missing(missing),
                     None => self.unreachable(error),
                 },
                 Err(Stop::Never(why)) => self.end_ring(why),
-            };
-        };
-        let Some(used) = sent.used else { return Next::Busy };
-        let done = match self.copy_back(chain, bus, &sent.slot, used) {
-            Ok(written) => {
-                self.bytes += chain.readable_len() + written;
-                self.round += written;
-                Next::Done { ok: true, used }
-            }
-            Err(error) => match Missing::of(error) {
-                Some(missing) => {
-                    self.waits = Some(at);
-                    return Next::Missing(missing);
-                }
-                None => self.unreachable(error),
             },
-        };
-        self.waits.take_if(|waits| *waits == at);
-        if let Shadow::Sent(Sent { slot, .. }) = std::mem::take(request) {
-            self.scrub(chain, slot, Some(used));
+            Stage::Sent => Next::Busy,
+            Stage::Used => self.receive(at, request, chain, bus),
         }
-        done
     }
 
     fn completed(&mut self, now_ns: u64, _: bool) -> Option<(u16, bool)> {
@@ -398,8 +463,8 @@ impl Serve for ProxyQueue {
     /// No generic completion says that a request has failed: the ring stops instead, unless it does
     /// already.
     fn fail(&mut self, request: &mut Shadow, _: &Chain, _: &Bus) -> (bool, u32) {
-        if let Shadow::Sent(Sent { at, used: Some(_), .. }) = request {
-            self.waits.take_if(|waits| waits == at);
+        if request.stage == Stage::Used {
+            self.waits.take_if(|waits| *waits == request.at);
         }
         if !self.stopped {
             let late = || Arc::new(io::Error::other("a buffer was not mapped in time"));
@@ -409,17 +474,20 @@ impl Serve for ProxyQueue {
     }
 
     fn end(&mut self, request: &mut Shadow) {
-        let Shadow::Sent(Sent { slot, at, .. }) = std::mem::take(request) else { return };
-        self.waits.take_if(|waits| *waits == at);
-        self.release(slot);
+        if request.stage == Stage::New {
+            return;
+        }
+        self.waits.take_if(|waits| *waits == request.at);
+        self.release(&request.slot);
+        request.stage = Stage::New;
     }
 
     fn is_begun(&self, request: &Shadow) -> bool {
-        !matches!(request, Shadow::New) && !self.is_left(request)
+        request.stage != Stage::New && !self.is_left(request)
     }
 
     fn is_left(&self, request: &Shadow) -> bool {
-        self.stopped && matches!(request, Shadow::New | Shadow::Sent(Sent { used: None, .. }))
+        self.stopped && request.stage != Stage::Used
     }
 
     fn is_whole(&self) -> bool {

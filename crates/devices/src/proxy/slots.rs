@@ -35,7 +35,7 @@ pub(super) struct Slots {
 
 /// A part of the memory that holds one chain: buffers of a sector and more, the small ones, and the
 /// table.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Slot {
     addr: u64,
     len: u64,
@@ -57,6 +57,15 @@ pub(super) struct Layout {
 }
 
 impl Layout {
+    /// The layout of a chain of one buffer of so many bytes.
+    #[inline]
+    pub(super) fn only(len: u32) -> Layout {
+        let len = u64::from(len);
+        let small = if len < SECTOR { 0 } else { len.next_multiple_of(SECTOR) };
+        // A buffer may be empty, and a slot may not.
+        Layout { len: small.max(len.next_multiple_of(SMALL)).max(1), small }
+    }
+
     /// The layout of a chain, with a table of its descriptors if `by_table`.
     #[inline]
     pub(super) fn of(chain: &Chain, by_table: bool) -> Layout {
@@ -161,11 +170,15 @@ impl Slots {
 
     /// Takes back a slot; what it holds stays in it.
     #[inline]
-    pub(super) fn give_back(&self, slot: Slot) {
+    pub(super) fn give_back(&self, slot: &Slot) {
         if slot.addr >= self.rest {
-            self.space.free(slot.addr, slot.len).expect("a slot is given back once");
-            self.taken.set(self.taken.get() - 1);
+            self.give_back_long(slot);
         }
+    }
+
+    fn give_back_long(&self, slot: &Slot) {
+        self.space.free(slot.addr, slot.len).expect("a slot is given back once");
+        self.taken.set(self.taken.get() - 1);
     }
 
     /// `len` bytes of a slot.
