@@ -188,7 +188,8 @@ impl View {
     /// [`misses_sent`](Self::misses_sent): they fail if a later miss for their addresses was
     /// refused, and no other refusal concerns them. For accesses that have not waited, `u64::MAX`.
     /// With `None` they fail if a miss of this view for their addresses was refused a moment ago.
-    /// Returns what was set before.
+    /// Returns what was set before, for the caller to put it back.
+    #[must_use]
     pub fn set_since(&self, misses: Option<u64>) -> Option<u64> {
         self.since.replace(misses)
     }

@@ -99,10 +99,11 @@ impl<const USER: bool> Translate for Direct<USER> {
     where
         F: FnMut(HostSlice<'_>),
     {
-        match self.piece(addr, len, access) {
-            Some(piece) => each(piece),
-            None => return self.pieces(addr, len, access, each),
-        }
+        // None of no bytes.
+        let Some(piece) = self.piece(addr, len, access) else {
+            return self.pieces(addr, len, access, each);
+        };
+        each(piece);
         Ok(())
     }
 
@@ -303,7 +304,11 @@ mod tests {
         };
         let mut out = vec![0; len as usize];
         prop_assert_eq!(bus.read(addr, &mut out), expected);
+        let mut visited = Vec::new();
+        let walked = bus.slices(addr, len, access, |piece| visited.extend(piece.to_vec()));
+        prop_assert_eq!(walked, expected);
         if expected.is_ok() {
+            prop_assert_eq!(&visited, &out);
             for (byte, place) in out.iter().zip(&places) {
                 let (region, offset) = place.unwrap();
                 prop_assert_eq!(*byte, content(region, offset));

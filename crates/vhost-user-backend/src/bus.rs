@@ -106,7 +106,7 @@ impl Bus {
         let before = view.and_then(|view| view.set_since(Some(misses)));
         let result = job();
         if let Some(view) = view {
-            view.set_since(before);
+            let _ = view.set_since(before);
         }
         result
     }

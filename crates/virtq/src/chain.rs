@@ -257,6 +257,16 @@ mod tests {
 
     proptest! {
         #[test]
+        fn one_buffer_alone_is_as_any(addr in addr(), len in len(), write in any::<bool>()) {
+            let desc = Desc { addr, len, write };
+            let (mut only, mut plain) = (Chain::new(), Chain::new());
+            prop_assert_eq!(only.push_only(3, desc), plain.push(3, desc));
+            prop_assert_eq!((only.readable(), only.writable()), (plain.readable(), plain.writable()));
+            let lens = |chain: &Chain| (chain.readable_len(), chain.writable_len());
+            prop_assert_eq!(lens(&only), lens(&plain));
+        }
+
+        #[test]
         fn a_pair_is_two_buffers_one_after_the_other(
             read in (addr(), len()), written in (addr(), len()),
         ) {

@@ -326,8 +326,8 @@ impl UsedRing {
         len_word.store(len.to_le(), Ordering::Relaxed);
     }
 
-    /// Before the element at a running index is written: fetches the cache line after its own, if it is
-    /// the first of that. Where one is given back there are more, most often.
+    /// Before the element at a running index is written: with each eighth, fetches the cache line of the
+    /// eighth after it. Where one is given back there are more, most often. A hint.
     #[inline]
     pub(crate) fn soon_next(&self, index: u16) {
         if usize::from(index).is_multiple_of(PER_LINE) {

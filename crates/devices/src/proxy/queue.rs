@@ -14,7 +14,7 @@ use ringfence_vhost_user_backend::{
     Bus, RingLog,
     requests::{Missing, Next, Serve, Slot as Taken},
 };
-use ringfence_virtq::{AddError, Chain, Desc, RingError, driver};
+use ringfence_virtq::{Chain, Desc, RingError, driver};
 
 use super::{
     back_end::Shadowed,
@@ -38,12 +38,12 @@ pub enum CopyBack {
     All,
 }
 
-/// A chain in its slot. It stays in its place, and is written there field by field: a value that
-/// moves is read in other pieces than it was written in, for which the processor waits.
+/// A chain in its slot. It is written and read in its place, field by field: what moves is stored in words and loaded
+/// in larger parts, which a processor cannot forward from its stores.
 #[derive(Debug, Default)]
 pub struct Shadow {
     stage: Stage,
-    /// The chain's number.
+    /// The chain's number; as what follows, only while it is not [new](Stage::New).
     at: u16,
     /// How many bytes the back end reports, once it has used the chain.
     used: u32,
@@ -70,12 +70,6 @@ enum Stop {
     Memory(AccessError),
     /// It can never be sent.
     Never(io::Error),
-}
-
-impl From<AddError> for Stop {
-    fn from(error: AddError) -> Stop {
-        Stop::Never(io::Error::other(error))
-    }
 }
 
 impl From<AccessError> for Stop {
@@ -153,9 +147,6 @@ impl ProxyQueue {
         bus: &Bus,
     ) -> Result<(), Stop> {
         let descs = chain.descs();
-        if let [only] = descs {
-            return self.send_only(at, request, *only, bus);
-        }
         let by_table = self.by_table(chain);
         let layout = Layout::of(chain, by_table);
         if layout.len > self.slots.most() {
@@ -183,64 +174,14 @@ impl ProxyQueue {
         };
         (request.slot, request.at) = (slot, at);
         if let Err(stop) = self.fill(at, chain, bus, &request.slot, by_table) {
-            self.release(&request.slot);
+            self.release(request);
             return Err(stop);
         }
-        self.note_sent(request, chain.readable_len());
-        Ok(())
-    }
-
-    /// The same for a chain of one buffer, as most frames of a network are.
-    fn send_only(
-        &mut self,
-        at: u16,
-        request: &mut Shadow,
-        only: Desc,
-        bus: &Bus,
-    ) -> Result<(), Stop> {
-        let Desc { addr, len, write } = only;
-        let layout = Layout::only(len);
-        if layout.len > self.slots.most() {
-            return Err(self.too_long(layout));
-        }
-        if self.ends || self.shadow.free_descs() == 0 {
-            return Err(Stop::Later);
-        }
-        if write {
-            bus.slices(addr, len.into(), Access::Write, |_| {})?;
-        }
-        let Some(slot) = self.slots.take(at, layout) else {
-            return Err(if self.slots.is_unused() { self.too_long(layout) } else { Stop::Later });
-        };
-        (request.slot, request.at) = (slot, at);
-        let slot = &request.slot;
-        if !write {
-            let (slots, mut done) = (&self.slots, 0);
-            let copied = bus.slices(addr, len.into(), Access::Read, |piece| {
-                let to = slots.piece(slot, done, piece.len() as u64);
-                done += to.copy_from_piece(piece.into()) as u64;
-            });
-            if let Err(error) = copied {
-                self.release(slot);
-                return Err(error.into());
-            }
-        }
-        let shadowed = Desc { addr: slot.addr(0), len, write };
-        if let Err(error) = self.shadow.add(&[shadowed], at.into()) {
-            self.release(slot);
-            return Err(error.into());
-        }
-        self.note_sent(request, if write { 0 } else { len.into() });
-        Ok(())
-    }
-
-    /// A chain was added to the shadow ring, and so many bytes of it were copied.
-    #[inline]
-    fn note_sent(&mut self, request: &mut Shadow, copied: u64) {
         request.stage = Stage::Sent;
         self.added = true;
         self.sent += 1;
-        self.round += copied;
+        self.round += chain.readable_len();
+        Ok(())
     }
 
     /// Whether a chain takes one descriptor of the shadow ring, and a table in its slot.
@@ -264,17 +205,14 @@ impl ProxyQueue {
         slot: &Slot,
         by_table: bool,
     ) -> Result<(), Stop> {
-        let slots = &self.slots;
-        slot.each(chain, |Desc { addr, len, write }, place| {
-            if write {
-                return Ok(());
-            }
-            let mut done = 0;
-            bus.slices(addr, len.into(), Access::Read, |piece| {
-                let to = slots.piece(slot, place + done, piece.len() as u64);
-                done += to.copy_from_piece(piece.into()) as u64;
-            })
-        })?;
+        let not_added = |error| Stop::Never(io::Error::other(error));
+        // Most frames of a network are one buffer.
+        if let [only] = chain.descs() {
+            self.copy_in(*only, bus, slot, 0)?;
+            let shadowed = Desc { addr: slot.addr(0), ..*only };
+            return self.shadow.add(&[shadowed], at.into()).map_err(not_added);
+        }
+        slot.each(chain, |desc, place| self.copy_in(desc, bus, slot, place))?;
         self.shadowed.clear();
         let _ = slot.each(chain, |desc, place| {
             self.shadowed.push(Desc { addr: slot.addr(place), ..desc });
@@ -283,21 +221,37 @@ impl ProxyQueue {
         if by_table {
             let table = slot.table(chain.descs().len());
             let window = self.slots.window(slot, table);
-            self.shadow.add_indirect(slot.addr(table), &window, &self.shadowed, at.into())?;
+            self.shadow
+                .add_indirect(slot.addr(table), &window, &self.shadowed, at.into())
+                .map_err(not_added)
         } else {
-            self.shadow.add(&self.shadowed, at.into())?;
+            self.shadow.add(&self.shadowed, at.into()).map_err(not_added)
         }
-        Ok(())
     }
 
-    /// Copies to the guest the first `left` bytes that the back end has written.
+    /// Copies a buffer to its place in the slot, if the device reads it.
+    #[inline]
+    fn copy_in(&self, desc: Desc, bus: &Bus, slot: &Slot, place: u64) -> Result<(), AccessError> {
+        let Desc { addr, len, write } = desc;
+        if write {
+            return Ok(());
+        }
+        let mut done = 0;
+        bus.slices(addr, len.into(), Access::Read, |piece| {
+            let to = self.slots.piece(slot, place + done, piece.len() as u64);
+            done += to.copy_from_piece(piece.into()) as u64;
+        })
+    }
+
+    /// Copies to the guest the first `written` bytes that the back end has written.
     fn copy_back(
         &self,
         chain: &Chain,
         bus: &Bus,
         slot: &Slot,
-        mut left: u64,
+        written: u64,
     ) -> Result<(), AccessError> {
+        let mut left = written;
         slot.each(chain, |Desc { addr, len, write }, place| {
             let part = if write { left.min(len.into()) } else { 0 };
             if part == 0 {
@@ -317,22 +271,26 @@ impl ProxyQueue {
     fn receive(&mut self, at: u16, request: &mut Shadow, chain: &Chain, bus: &Bus) -> Next {
         let used = request.used;
         let written = self.written(chain, used);
-        let mut next = Next::Done { ok: true, used };
-        if written > 0
-            && let Err(error) = self.copy_back(chain, bus, &request.slot, written)
-        {
-            if let Some(missing) = Missing::of(error) {
-                self.waits = Some(at);
-                return Next::Missing(missing);
+        let copied = match written {
+            0 => Ok(()),
+            _ => self.copy_back(chain, bus, &request.slot, written),
+        };
+        let next = match copied {
+            Ok(()) => {
+                self.bytes += chain.readable_len() + written;
+                self.round += written;
+                Next::Done { ok: true, used }
             }
-            next = self.unreachable(error);
-        } else {
-            self.bytes += chain.readable_len() + written;
-            self.round += written;
-        }
+            Err(error) => match Missing::of(error) {
+                Some(missing) => {
+                    self.waits = Some(at);
+                    return Next::Missing(missing);
+                }
+                None => self.unreachable(error),
+            },
+        };
         self.waits.take_if(|waits| *waits == at);
-        self.scrub(chain, &request.slot, written);
-        request.stage = Stage::New;
+        self.scrub(chain, request, written);
         next
     }
 
@@ -344,13 +302,15 @@ impl ProxyQueue {
         }
     }
 
-    /// Gives back the slot of a chain that is over, of which the guest has got the first `left` bytes
-    /// that the back end has written, without what is the guest's in it. (What the back end has written
-    /// and not reported may stay: it is the back end's own.)
-    fn scrub(&self, chain: &Chain, slot: &Slot, mut left: u64) {
+    /// Gives back the slot of a chain that is over, of which `written` bytes are the back end's and reported, without
+    /// what is the guest's in it, or would be the next chain's. (What the back end has written and not reported may
+    /// stay: it is the back end's own.)
+    fn scrub(&self, chain: &Chain, request: &mut Shadow, written: u64) {
         if chain.writable_len() == 0 {
-            return self.release(slot);
+            // In one piece, with what lies between the buffers, and the table.
+            return self.release(request);
         }
+        let (slot, mut left) = (&request.slot, written);
         let _ = slot.each(chain, |Desc { len, write, .. }, place| {
             let part = if write { left.min(len.into()) } else { len.into() };
             left -= if write { part } else { 0 };
@@ -360,13 +320,20 @@ impl ProxyQueue {
         if self.by_table(chain) {
             self.slots.rest(slot, slot.table(chain.descs().len())).fill_zero();
         }
-        self.slots.give_back(slot);
+        self.give_back(request);
     }
 
-    /// Gives back a slot with nothing in it.
-    fn release(&self, slot: &Slot) {
-        self.slots.rest(slot, 0).fill_zero();
-        self.slots.give_back(slot);
+    /// Zeroes all of a chain's slot, and gives it back.
+    fn release(&self, request: &mut Shadow) {
+        self.slots.rest(&request.slot, 0).fill_zero();
+        self.give_back(request);
+    }
+
+    /// The chain has no slot any more.
+    #[inline]
+    fn give_back(&self, request: &mut Shadow) {
+        request.stage = Stage::New;
+        self.slots.give_back(&request.slot);
     }
 
     /// The driver names memory that it does not have. No generic completion says so.
@@ -478,8 +445,7 @@ impl Serve for ProxyQueue {
             return;
         }
         self.waits.take_if(|waits| *waits == request.at);
-        self.release(&request.slot);
-        request.stage = Stage::New;
+        self.release(request);
     }
 
     fn is_begun(&self, request: &Shadow) -> bool {

@@ -57,15 +57,6 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout of a chain of one buffer of so many bytes.
-    #[inline]
-    pub(super) fn only(len: u32) -> Layout {
-        let len = u64::from(len);
-        let small = if len < SECTOR { 0 } else { len.next_multiple_of(SECTOR) };
-        // A buffer may be empty, and a slot may not.
-        Layout { len: small.max(len.next_multiple_of(SMALL)).max(1), small }
-    }
-
     /// The layout of a chain, with a table of its descriptors if `by_table`.
     #[inline]
     pub(super) fn of(chain: &Chain, by_table: bool) -> Layout {

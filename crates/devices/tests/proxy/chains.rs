@@ -165,6 +165,24 @@ fn a_chain_that_waits_to_be_copied_back_holds_up_none_that_waits_for_its_room() 
     guest.wait_for(4);
 }
 
+/// What is missing comes first: of a chain that may wait nothing is copied, however often it is looked at.
+#[test]
+fn a_chain_of_one_buffer_misses_its_translations_before_it_asks_for_room() {
+    let far = Far::new(0);
+    let mut guest = Guest::new(&far, true);
+    let full = (DATA_AT, 3 * MIB);
+    let other = (DATA_AT + 3 * MIB, 2 * MIB);
+    guest.update(&[full]);
+    far.obeys(Script::Silent);
+    guest.submit(full, true);
+    far.wait_for(1);
+    guest.submit(other, false);
+    guest.wait_for_miss(other);
+    guest.update(&[other]);
+    far.obeys(Script::Honest);
+    guest.wait_for(2);
+}
+
 #[test]
 fn a_ring_that_breaks_while_it_stops_stops_at_once() {
     let far = Far::new(0);

@@ -50,8 +50,8 @@ pub const KEPT: usize = 64;
 /// 1024 exceeds it by no more than 2048.
 pub const MOST_HELD: usize = 1 << 15;
 
-/// A request that was taken from the ring, or room for one. Its own lines of a cache: most that are
-/// looked at were last looked at many others ago.
+/// A request that was taken from the ring, or room for one. It shares no line of a cache with others: where many are
+/// in progress, each access may wait for its lines.
 #[derive(Default)]
 #[repr(align(64))]
 pub struct Slot<R> {
@@ -513,6 +513,12 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
+    /// [`advance`](Self::advance) where that is rare, and not inlined.
+    #[inline(never)]
+    fn go_on(&mut self, at: u16, bus: &Bus) {
+        self.advance(at, bus);
+    }
+
     /// Goes on with requests whose operation has completed.
     fn complete(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) {
         while let enough = self.serve.bytes() >= stop_at
@@ -630,7 +636,7 @@ impl<S: Serve> RequestQueue<S> {
             && let Some(at) = self.stalled.pop_front()
         {
             let others = self.stalled.len();
-            self.advance(at, bus);
+            self.go_on(at, bus);
             if self.stalled.len() > others {
                 // It stays first.
                 self.stalled.rotate_right(1);

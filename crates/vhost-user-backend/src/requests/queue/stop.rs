@@ -141,7 +141,7 @@ impl<S: Serve> RequestQueue<S> {
                 Taken::Nothing => break,
                 Taken::Chain => {
                     self.hold(at);
-                    self.advance(at, bus);
+                    self.go_on(at, bus);
                 }
                 // The front end sends no update meanwhile.
                 Taken::Table(_) => self.give_head_up(at)?,

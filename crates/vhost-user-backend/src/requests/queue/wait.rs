@@ -114,10 +114,10 @@ impl<S: Serve> RequestQueue<S> {
         }
         self.stats.parked += 1;
         let slot = &mut self.slots[usize::from(at)];
-        let begun = || (self.now_ns, bus.misses());
-        let waits = slot.wait.as_ref();
-        let (since_ns, misses) = waits.map_or_else(begun, |wait| (wait.since_ns, wait.misses));
-        slot.wait = Some(Box::new(Wait { missing, since_ns, misses, seen: false }));
+        let since_ns = self.now_ns;
+        let begun = || Box::new(Wait { missing, since_ns, misses: bus.misses(), seen: false });
+        let wait = slot.wait.get_or_insert_with(begun);
+        (wait.missing, wait.seen) = (missing, false);
         self.parked.add(at);
         let mut left = PREFETCH_PAGES;
         for desc in slot.chain.descs() {
@@ -158,7 +158,7 @@ impl<S: Serve> RequestQueue<S> {
                     self.stalled.push_front(at);
                 }
                 false if self.is_spent() => self.stall(at),
-                false => self.advance(at, bus),
+                false => self.go_on(at, bus),
             }
         }
         self.ready = ready;
