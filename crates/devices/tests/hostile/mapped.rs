@@ -134,6 +134,22 @@ fn neighbours_share_a_mapping_and_every_byte_gets_where_it_belongs() {
 }
 
 #[test]
+fn no_more_than_a_quarter_of_the_requests_wait_for_one_another() {
+    let mut bench = bench(Policy::StrictMap, Notify::Adaptive, Batching::default());
+    let mut parts: Vec<RamPart> = (0..32).map(|_| bench.rig.pages(1)).collect();
+    for (count, wanted) in [(32, 32 / 8), (8, 8 / Batching::FEW), (16, 16 / 4), (1, 1), (32, 4)] {
+        let before = bench.requests().0;
+        for (n, part) in parts.drain(..count).enumerate() {
+            bench.queue.submit(Kind::In, 0, part, n as u64).unwrap();
+        }
+        bench.queue.publish().unwrap();
+        let returned = bench.reap(count).into_values().map(|done| done.buffer);
+        parts.splice(..0, returned);
+        assert_eq!(bench.requests().0 - before, wanted as u64, "{count} requests");
+    }
+}
+
+#[test]
 fn a_buffer_that_came_back_is_out_of_the_devices_reach() {
     // rule L17
     let mut bench = bench(Policy::StrictMap, Notify::Adaptive, Batching::default());

@@ -19,10 +19,22 @@ pub struct Batching {
     pub requests: usize,
     /// The most buffers that become one mapping, where they are adjacent in memory and have the
     /// same direction: one MAP and one UNMAP for all of them. Such a mapping is unmapped as a
-    /// whole, so that a buffer waits for the last of its neighbours. 1 (or 0): none are joined, as
-    /// under [`Policy::Bounce`] and under policies without
+    /// whole, so that a buffer waits for the last of its neighbours. So that the device has others
+    /// meanwhile, it is a quarter of the requests under way at most, or [`FEW`](Self::FEW) if there are not
+    /// many. 1 (or 0): none are joined, as under [`Policy::Bounce`] and under policies without
     /// [shared syncs](ringfence_dma::Policy::batches_maps).
     pub chunk: usize,
+}
+
+impl Batching {
+    /// So many buffers are joined however few requests are under way: that they wait for one another costs less than
+    /// mapping each by itself.
+    pub const FEW: usize = 4;
+
+    /// The most buffers that become one mapping while so many requests are under way.
+    fn joined(self, under_way: usize) -> usize {
+        self.chunk.min((under_way / 4).max(Batching::FEW))
+    }
 }
 
 impl Default for Batching {
@@ -132,6 +144,8 @@ pub struct MappedQueue<D: Domain + 'static, A: Allocator + 'static, B> {
     segments: Vec<Segment>,
     /// Requests that were mapped, or are being mapped, and are not submitted to the device yet.
     waiting: usize,
+    /// Requests that were submitted, and not handed out yet.
+    under_way: usize,
     /// Requests that could not be submitted, with their buffers.
     refused: Vec<Completion<B>>,
     /// The outcome of unmapping a foreign mapping.
@@ -164,6 +178,7 @@ where
             lists: Vec::new(),
             segments: Vec::new(),
             waiting: 0,
+            under_way: 0,
             refused: Vec::new(),
             foreign: None,
         }
@@ -214,6 +229,7 @@ where
             });
         }
         self.staged.push(Staged { kind, sector, buffer, token, first, next });
+        self.under_way += 1;
         if self.staged.len() >= self.batching.requests {
             self.publish()?;
         }
@@ -239,13 +255,14 @@ where
                 self.staged.sort_unstable_by_key(key);
             }
         }
+        let most = self.batching.joined(self.under_way);
         let mut staged = std::mem::take(&mut self.staged);
         let mut result = Ok(());
         let mut open: Option<(usize, Vec<B>, Kind, Option<u64>)> = None;
         for Staged { kind, sector, buffer, token, first, next } in staged.drain(..) {
             let len = buffer.len();
             let joins = open.as_ref().is_some_and(|(_, list, held, end)| {
-                list.len() < self.batching.chunk && *held == kind && *end == Some(first)
+                list.len() < most && *held == kind && *end == Some(first)
             });
             if !joins && let Some((group, list, kind, _)) = open.take() {
                 result = result.and(self.push(group, list, kind));
@@ -400,6 +417,7 @@ where
                 }
             }
         });
+        self.under_way -= count;
         result.map(|()| count)
     }
 
