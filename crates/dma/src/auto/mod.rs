@@ -10,7 +10,8 @@
 //! nothing of it: [`RECALL_NS`] after the last mapping that did it is forgotten, and shows anew.
 //!
 //! Nor can it foresee whether driver or device is the slower one. Where mappings come fast, copying all and
-//! mapping all are [tried](trial), and taken while they are faster. Waits count only where neither is.
+//! mapping all are [tried](trial), and taken while they are faster, on a shared CPU too. Waits count only where
+//! neither is.
 //!
 //! While other threads want the CPU of a mapping thread
 //! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)), a sync waits for a time slice of the
@@ -298,8 +299,6 @@ impl Auto {
         let Some(mut known) = self.known.try_lock() else { return };
         if refused {
             known.trials.give_up(now_ns);
-        } else if self.is_shared() {
-            known.trials.stop(now_ns);
         } else {
             let [mapped, copied] = self.bytes.each_ref().map(|bytes| bytes.load(Relaxed));
             known.trials.step(now_ns, Done { copied, mapped });
@@ -558,26 +557,25 @@ mod tests {
         }
         let choices = it.auto.choices(&it.tally);
         assert!(choices.cells.iter().all(|cell| !cell.copies), "{choices}");
-        // Nothing is tried while another thread has the CPU.
-        it.shared = true;
-        it.work(1);
-        assert_eq!(it.chosen(), [false, true], "the small one, as the CPU is shared");
-        assert_eq!(it.work(5000)[1], 0);
-        it.shared = false;
         it.work(500);
         assert_eq!(it.chosen(), [true, true]);
         let reason = ChoiceReason::Faster { percent: 50 };
         let choices = it.auto.choices(&it.tally);
         assert!(choices.cells.iter().all(|cell| cell.copies && cell.reason == reason), "{choices}");
-        // Nor is anything kept longer than trials can confirm it.
-        it.shared = true;
-        it.work(20_000);
-        assert_eq!(it.chosen(), [false, true]);
-        it.shared = false;
-        it.work(500);
-        assert_eq!(it.chosen(), [true, true]);
         it.auto.restart(calibrated().choices(&it.tally).calibration);
         assert_eq!(it.chosen(), [false, false]);
+    }
+
+    #[test]
+    fn it_is_tried_on_a_shared_cpu_too() {
+        let mut it = Use { shared: true, ..Use::new() };
+        it.work(1);
+        assert_eq!(it.chosen(), [false, true], "the small one, as the CPU is shared");
+        it.work(500);
+        assert_eq!(it.chosen(), [true, true]);
+        it.shared = false;
+        it.work(5_000);
+        assert_eq!(it.chosen(), [true, true], "it is kept when the CPU is free again");
     }
 
     #[test]

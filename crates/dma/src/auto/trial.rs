@@ -172,10 +172,7 @@ impl Trials {
     }
 
     /// Ends the trial that runs, if any, without a result. A way that no trial can confirm is not kept.
-    pub(super) fn stop(&mut self, now_ns: u64) {
-        if self.slice.is_none() && now_ns < self.due_ns {
-            return;
-        }
+    fn stop(&mut self, now_ns: u64) {
         if self.trial.is_some() {
             return self.close(now_ns, Way::Calibrated);
         }
