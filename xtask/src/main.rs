@@ -115,16 +115,16 @@ enum Command {
     },
     /// Makes what tests take from elsewhere: guests, and other projects' programs. `test` does so by itself.
     Fetch,
-    /// Measures disks in real guests: `guard` and `blk` against QEMU's own, with 1, 2 and 4 virtual CPUs (about
-    /// half an hour).
+    /// Measures disks in real guests: `guard`, `blk` and `proxy` against QEMU's own, with 1, 2 and 4 virtual CPUs
+    /// (about three quarters of an hour).
     BenchGuest {
         /// Numbers of virtual CPUs.
         #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
         cpus: Vec<u32>,
-        /// Only guests whose driver unmaps in this mode.
+        /// Only guests whose driver unmaps in this mode, or that have no IOMMU.
         #[arg(long)]
         only: Option<bench_guest::Mode>,
-        /// Puts the tables into docs/guests.md.
+        /// Puts the tables into docs/guests.md, in the place of those that are made again.
         #[arg(long)]
         update: bool,
     },

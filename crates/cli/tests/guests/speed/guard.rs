@@ -4,10 +4,18 @@
 //! remains when another process must be asked at all. With as many virtual CPUs as this machine has
 //! CPUs, none is left for the back ends: that is how hosts run.
 //!
+//! And without an IOMMU QEMU's own, that of `ringfence blk`, and the same behind `ringfence proxy`.
+//!
 //! `cargo xtask bench-guest` runs these.
 
 use ringfence_lab::stats::Estimate;
-use std::{collections::BTreeMap, fmt::Write as _, fs::File};
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    fs::File,
+    path::{Path, PathBuf},
+    slice,
+};
 
 use super::{calls::Calls, medians, null, switches, tasks, threads};
 use crate::{
@@ -87,6 +95,8 @@ enum Back {
     Qemu,
     Guard(Guard),
     Blk(Service),
+    /// The proxy, and the back end behind it.
+    Proxy([Service; 2]),
     Null,
 }
 
@@ -119,20 +129,20 @@ impl Row {
         Row { name, guest, back, spent: BTreeMap::new() }
     }
 
-    fn ours(&self) -> Option<&Service> {
+    /// Our processes, the one that QEMU speaks to first.
+    fn ours(&self) -> &[Service] {
         match &self.back {
-            Back::Qemu | Back::Null => None,
-            Back::Guard(guard) => Some(&guard.service),
-            Back::Blk(service) => Some(service),
+            Back::Qemu | Back::Null => &[],
+            Back::Guard(Guard { service, .. }) | Back::Blk(service) => slice::from_ref(service),
+            Back::Proxy(services) => services,
         }
     }
 
     /// The threads of the back end.
     fn backs_tasks(&self) -> Vec<u32> {
-        match (&self.back, self.ours()) {
-            (Back::Null, _) => tasks(std::process::id(), |name| name == null::NAME),
-            (_, Some(service)) => tasks(service.id(), |_| true),
-            _ => Vec::new(),
+        match &self.back {
+            Back::Null => tasks(std::process::id(), |name| name == null::NAME),
+            _ => self.ours().iter().flat_map(|service| tasks(service.id(), |_| true)).collect(),
         }
     }
 
@@ -152,8 +162,10 @@ impl Row {
         let [asleep, _] = switches(&self.backs_tasks());
         let [slept, lost] = switches(&self.tasks());
         let mut counted = BTreeMap::from([(SWITCHES, slept + lost), (WAKE_UPS, asleep)]);
-        if let Some(service) = self.ours() {
+        for service in self.ours() {
             threads(service.id(), "ours", &mut cpu);
+        }
+        if let Some(service) = self.ours().first() {
             let page = service.figures();
             for name in FIGURES {
                 let full = format!("ringfence_{name}");
@@ -223,6 +235,7 @@ impl Row {
         match back {
             Back::Qemu | Back::Null => {}
             Back::Guard(Guard { service, .. }) | Back::Blk(service) => service.terminate(),
+            Back::Proxy(services) => services.into_iter().for_each(Service::terminate),
         }
         (name, found)
     }
@@ -243,61 +256,104 @@ fn interval(values: Option<Estimate>) -> String {
     format!("{:.2} [{lo:.2}, {hi:.2}]", estimate.median)
 }
 
-fn table(guarded: Iommu, own: Iommu, cpus: u32) {
-    let place = Place::new();
-    // In memory, so that this machine's disk is not measured: QEMU and we read and write it alike.
-    let memory = tempfile::tempdir_in("/dev/shm").expect("a file system in memory");
-    let images = ["guard", "qemu", "blk"].map(|name| {
-        let path = memory.path().join(name);
-        File::create(&path).unwrap().set_len(MIB << 20).unwrap();
-        path
-    });
+/// The image of a disk, in memory, so that this machine's disk is not measured: QEMU and we read and write it alike.
+fn image(memory: &tempfile::TempDir, name: &str) -> PathBuf {
+    let path = memory.path().join(name);
+    File::create(&path).unwrap().set_len(MIB << 20).unwrap();
+    path
+}
+
+fn memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").expect("a file system in memory")
+}
+
+fn blk(place: &Place, socket: &str, image: &Path) -> Service {
+    place.service(socket, &["blk", "--image", image.to_str().unwrap()])
+}
+
+/// `ringfence guard` and disks behind QEMU's IOMMU.
+fn behind_iommus(guarded: Iommu, own: Iommu, cpus: u32) {
+    let (place, memory) = (Place::new(), memory());
+    let images = ["guard", "qemu", "blk"].map(|name| image(&memory, name));
     // More of its options, for trying by hand.
     let more = std::env::var("RINGFENCE_GUARD").unwrap_or_default();
     let disk = format!("{}={}", place.path("disk.sock").display(), images[0].display());
     let options = ["--blk", &disk].into_iter().chain(more.split_whitespace());
     let guard = place.guard(&options.collect::<Vec<_>>());
-    let service = place.service("blk.sock", &["blk", "--image", images[2].to_str().unwrap()]);
+    let service = blk(&place, "blk.sock", &images[2]);
     let socket = place.path("null.sock");
     null::start(&socket, MIB);
     let behind_qemus = || Qemu::new(own).newer();
-    let machines = [
+    let machines = vec![
         ("qemu", behind_qemus().own_blk(&images[1], 1, ""), Back::Qemu),
         ("guard", Qemu::guarded(guarded, &guard), Back::Guard(guard)),
         ("blk", behind_qemus().blk(&service.socket, 1, ""), Back::Blk(service)),
         ("null", behind_qemus().blk(&socket, 1, ""), Back::Null),
     ];
-    let mut rows = machines
-        .map(|(name, machine, back)| Row::new(name, machine.cpus(cpus).parallel(), &place, back));
+    let mode = if own == Iommu::VirtioStrict { "strict" } else { "lazy" };
+    table(&place, &format!("{mode}, virtual CPUs: {cpus}"), own, cpus, "null", machines);
+}
+
+/// Disks without an IOMMU, one of them behind `ringfence proxy`.
+fn without_iommu(cpus: u32) {
+    let (place, memory) = (Place::new(), memory());
+    let images = ["qemu", "blk", "proxy"].map(|name| image(&memory, name));
+    let direct = blk(&place, "blk.sock", &images[1]);
+    let back = blk(&place, "back.sock", &images[2]);
+    let proxy =
+        place.service("proxy.sock", &["proxy", "--backend", back.socket.to_str().expect("UTF-8")]);
+    let machine = || Qemu::new(Iommu::None).newer();
+    let machines = vec![
+        ("qemu", machine().own_blk(&images[0], 1, ""), Back::Qemu),
+        ("blk", machine().blk(&direct.socket, 1, ""), Back::Blk(direct)),
+        ("proxy", machine().blk(&proxy.socket, 1, ""), Back::Proxy([proxy, back])),
+    ];
+    table(&place, &format!("no IOMMU, virtual CPUs: {cpus}"), Iommu::None, cpus, "blk", machines);
+}
+
+/// A table of these machines, the first with QEMU's own disk; ratios are to that, and to the row `other`.
+fn table(
+    place: &Place,
+    title: &str,
+    iommu: Iommu,
+    cpus: u32,
+    other: &str,
+    machines: Vec<(&'static str, Qemu, Back)>,
+) {
+    let row = |(name, machine, back): (_, Qemu, _)| {
+        Row::new(name, machine.cpus(cpus).parallel(), place, back)
+    };
+    let mut rows: Vec<Row> = machines.into_iter().map(row).collect();
     for (round, job) in (0..ROUNDS).flat_map(|round| (0..JOBS.len()).map(move |job| (round, job))) {
         let rows = rows.iter_mut().filter(|row| job < row.back.jobs().len());
         rows.for_each(|row| row.turn(round, job));
     }
-    print(own, cpus, &rows.map(|row| row.end(own)));
+    let rows: Vec<_> = rows.into_iter().map(|row| row.end(iommu)).collect();
+    print(title, other, &rows);
 }
 
 /// A table in Markdown on standard output; other results on standard error.
-fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
-    let [(_, qemu), _, _, (_, null)] = rows;
-    let mode = if own == Iommu::VirtioStrict { "strict" } else { "lazy" };
-    println!("### {mode}, virtual CPUs: {cpus}\n");
-    print!("| job | disk | I/O a second | of qemu | of null | CPU µs an I/O | requests | ");
+fn print(title: &str, other: &str, rows: &[(&str, Vec<Found>)]) {
+    let of = |name| &rows.iter().find(|(row, _)| *row == name).expect("a row").1;
+    let [qemu, compared] = [of("qemu"), of(other)];
+    println!("### {title}\n");
+    print!("| job | disk | I/O a second | of qemu | of {other} | CPU µs an I/O | requests | ");
     println!("wake-ups | interrupts | system calls | switches |");
     println!("|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
     let mut details = String::new();
-    let mut ratios = [const { Vec::new() }; 4];
+    let mut ratios = vec![Vec::new(); rows.len()];
     for (job, (what, _)) in JOBS.iter().enumerate() {
         for ((name, found), ratios) in rows.iter().zip(&mut ratios) {
             let Some(found) = found.get(job) else { continue };
             let rate = Estimate::of(&found.iops).expect("rounds").median;
             let of = |other: &[Found]| Estimate::ratio(&found.iops, &other.get(job)?.iops);
-            let [of_qemu, of_null] = [of(qemu), of(null)];
+            let [of_qemu, of_other] = [of(qemu), of(compared)];
             ratios.extend(of_qemu.map(|ratio| ratio.median));
-            let (of_qemu, of_null) = (interval(of_qemu), interval(of_null));
+            let (of_qemu, of_other) = (interval(of_qemu), interval(of_other));
             let costs = medians(&found.cpu);
             let all: f64 = costs.values().sum();
             let figures = medians(&found.figures);
-            print!("| {what} | {name} | {rate:.0} | {of_qemu} | {of_null} | {all:.0} ");
+            print!("| {what} | {name} | {rate:.0} | {of_qemu} | {of_other} | {all:.0} ");
             let counts = [
                 figures.get("iommu_requests_total").or(figures.get("iotlb_misses_total")),
                 figures.get(WAKE_UPS),
@@ -329,35 +385,53 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
 fn strict_1() {
-    table(Iommu::GuardStrict, Iommu::VirtioStrict, 1);
+    behind_iommus(Iommu::GuardStrict, Iommu::VirtioStrict, 1);
 }
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
 fn strict_2() {
-    table(Iommu::GuardStrict, Iommu::VirtioStrict, 2);
+    behind_iommus(Iommu::GuardStrict, Iommu::VirtioStrict, 2);
 }
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
 fn strict_4() {
-    table(Iommu::GuardStrict, Iommu::VirtioStrict, 4);
+    behind_iommus(Iommu::GuardStrict, Iommu::VirtioStrict, 4);
 }
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
 fn lazy_1() {
-    table(Iommu::GuardLazy, Iommu::VirtioLazy, 1);
+    behind_iommus(Iommu::GuardLazy, Iommu::VirtioLazy, 1);
 }
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
 fn lazy_2() {
-    table(Iommu::GuardLazy, Iommu::VirtioLazy, 2);
+    behind_iommus(Iommu::GuardLazy, Iommu::VirtioLazy, 2);
 }
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
 fn lazy_4() {
-    table(Iommu::GuardLazy, Iommu::VirtioLazy, 4);
+    behind_iommus(Iommu::GuardLazy, Iommu::VirtioLazy, 4);
+}
+
+#[test]
+#[ignore = "measures: cargo xtask bench-guest"]
+fn none_1() {
+    without_iommu(1);
+}
+
+#[test]
+#[ignore = "measures: cargo xtask bench-guest"]
+fn none_2() {
+    without_iommu(2);
+}
+
+#[test]
+#[ignore = "measures: cargo xtask bench-guest"]
+fn none_4() {
+    without_iommu(4);
 }
