@@ -301,7 +301,7 @@ impl Auto {
             known.trials.give_up(now_ns);
         } else {
             let [mapped, copied] = self.bytes.each_ref().map(|bytes| bytes.load(Relaxed));
-            known.trials.step(now_ns, Done { copied, mapped });
+            known.trials.step(now_ns, Done { copied, mapped }, self.is_shared());
         }
         self.follow(&known.trials);
     }
@@ -573,6 +573,9 @@ mod tests {
         assert_eq!(it.chosen(), [false, true], "the small one, as the CPU is shared");
         it.work(500);
         assert_eq!(it.chosen(), [true, true]);
+        let reason = ChoiceReason::Faster { percent: 50 };
+        let choices = it.auto.choices(&it.tally);
+        assert!(choices.cells.iter().all(|cell| cell.reason == reason), "{choices}");
         it.shared = false;
         it.work(5_000);
         assert_eq!(it.chosen(), [true, true], "it is kept when the CPU is free again");

@@ -23,7 +23,7 @@ const LEAD_LOOKS: u32 = 32;
 const LOOKS: u32 = 16;
 /// A slice that takes longer than this has no result: mappings are too rare, so that noise would decide.
 const LONGEST_NS: u64 = 150_000_000;
-/// So does one with such a gap between two looks: a burst has ended.
+/// So does one with such a gap between two looks: a burst has ended, or the thread was without a CPU.
 const GAP_NS: u64 = 20_000_000;
 const PAIRS: usize = 6;
 /// In so many pairs copies may seem slow because the pools grow.
@@ -46,7 +46,7 @@ pub(super) enum Way {
     Calibrated,
     /// All are.
     Copies,
-    /// None is.
+    /// None is, but what is copied because the CPU is shared.
     Maps,
 }
 
@@ -123,8 +123,8 @@ impl Trials {
         self.slice.is_some()
     }
 
-    /// Goes on, now and then; `done`: what has been done since any time before.
-    pub(super) fn step(&mut self, now_ns: u64, done: Done) {
+    /// Goes on, now and then; `done`: what has been done since any time before; `shared`: whether the CPU is.
+    pub(super) fn step(&mut self, now_ns: u64, done: Done, shared: bool) {
         let Some(slice) = &mut self.slice else {
             if now_ns >= self.due_ns {
                 self.slice = Some(Slice::new(now_ns));
@@ -160,7 +160,7 @@ impl Trials {
         self.slice = Some(Slice::new(now_ns));
         let (way, unlike) = (self.way, self.unlike);
         let trial = self.trial.get_or_insert_with(|| Trial {
-            other: way.other(done, unlike),
+            other: way.other(done, unlike, shared),
             rates: [0.0; 2 * PAIRS],
             slices: 0,
         });
@@ -221,11 +221,13 @@ impl Way {
         }
     }
 
-    /// The way to try, where this one does so much.
-    fn other(self, done: Done, unlike: bool) -> Way {
+    /// The way to try, where this one does so much; itself, if there is no other.
+    fn other(self, done: Done, unlike: bool, shared: bool) -> Way {
         let copies = done.copied > done.mapped;
         match self {
             Way::Calibrated if done.copied == 0 => Way::Copies,
+            // They may all be copied because the CPU is shared: then they are so either way.
+            Way::Calibrated if done.mapped == 0 && shared => Way::Calibrated,
             Way::Calibrated if done.mapped == 0 => Way::Maps,
             Way::Calibrated if copies != unlike => Way::Copies,
             Way::Calibrated => Way::Maps,
@@ -300,6 +302,7 @@ mod tests {
     struct Load {
         /// Whether they are copies as calibrated.
         copies: bool,
+        shared: bool,
         trials: Trials,
         now_ns: u64,
         done: Done,
@@ -311,6 +314,7 @@ mod tests {
         fn new() -> Load {
             Load {
                 copies: false,
+                shared: false,
                 trials: Trials::new(),
                 now_ns: 7,
                 done: Done::default(),
@@ -334,7 +338,7 @@ mod tests {
                 }
                 if self.done.bytes() - self.looked >= LOOK_BYTES {
                     self.looked = self.done.bytes();
-                    self.trials.step(self.now_ns, self.done);
+                    self.trials.step(self.now_ns, self.done, self.shared);
                 }
             }
             went_ns.map(|ns| ns / 1_000_000)
@@ -373,11 +377,21 @@ mod tests {
     }
 
     #[test]
+    fn what_is_copied_because_the_cpu_is_shared_is_not_tried_as_maps() {
+        let mut load = Load { copies: true, shared: true, ..Load::new() };
+        let went = load.run(60_000, by_way(1000, 1000, 1300));
+        assert_eq!(
+            (went[1..].iter().sum::<u64>(), load.trials.kept()),
+            (0, (Way::Calibrated, None))
+        );
+    }
+
+    #[test]
     fn a_look_of_a_moment_before_changes_nothing() {
         let mut load = Load::new();
         for _ in 0..1_000 {
             load.run(1, by_way(1000, 1400, 1000));
-            load.trials.step(load.now_ns - 50_000, load.done);
+            load.trials.step(load.now_ns - 50_000, load.done, false);
         }
         assert_eq!(load.trials.kept(), (Way::Copies, Some(40)));
         assert_eq!(load.trials.pause_s, 1, "the first trial showed it");
@@ -402,7 +416,7 @@ mod tests {
             tried[way as usize] += 1;
             match way {
                 Way::Copies => trials.give_up(at * STEP_NS),
-                _ => trials.step(at * STEP_NS, Done { copied: at << 20, mapped: at << 20 }),
+                _ => trials.step(at * STEP_NS, Done { copied: at << 20, mapped: at << 20 }, false),
             }
         }
         assert!(tried[Way::Maps as usize] > 100, "{tried:?}");
@@ -491,6 +505,28 @@ mod tests {
     }
 
     #[test]
+    fn turns_of_another_thread_decide_seldom() {
+        // It has the CPU for 2 to 6 ms of about 8.
+        let went = |copies| {
+            let mut load = Load { shared: true, ..Load::new() };
+            let mut went = [0; 3];
+            for _ in 0..100_000 / 4 {
+                let noisy = load.noisy();
+                load.now_ns += noisy(4_000_000) - 2_000_000 + noisy(2_000_000);
+                let some = load.run(4, by_way(1000, copies, 1000));
+                went.iter_mut().zip(some).for_each(|(sum, some)| *sum += some);
+            }
+            went
+        };
+        let alike = went(1000);
+        assert!(alike[0] > 70_000, "{alike:?}");
+        let worse = went(700);
+        assert!(worse[0] > 95_000, "{worse:?}");
+        let better = went(1400);
+        assert!(better[1] > 85_000, "{better:?}");
+    }
+
+    #[test]
     fn pools_that_grow_do_not_count() {
         let mut load = Load::new();
         // The first two slices of copies.
@@ -505,7 +541,7 @@ mod tests {
     fn nothing_is_tried_where_mappings_are_rare() {
         let mut trials = Trials::new();
         for at in 0..1000 {
-            trials.step(at * 8_000_000, Done { copied: 0, mapped: at << 20 });
+            trials.step(at * 8_000_000, Done { copied: 0, mapped: at << 20 }, false);
             assert_eq!(trials.way(), Way::Calibrated);
         }
         // Nor is a way kept that a load left behind.
@@ -525,7 +561,7 @@ mod tests {
         for at in [5, 1 << 40, u64::MAX, 0, 1 << 50, 7] {
             for ns in (0..100).map(|n| n * COUNTED_NS / 10) {
                 let done = Done { copied: at, mapped: u64::MAX - ns };
-                trials.step(at.saturating_add(ns), done);
+                trials.step(at.saturating_add(ns), done, false);
             }
         }
         assert_eq!(trials.kept(), (Way::Calibrated, None));

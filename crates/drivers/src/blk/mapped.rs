@@ -20,22 +20,22 @@ pub struct Batching {
     /// The most buffers that become one mapping, where they are adjacent in memory and have the
     /// same direction: one MAP and one UNMAP for all of them. Such a mapping is unmapped as a
     /// whole, so that a buffer waits for the last of its neighbours. So that the device has others
-    /// meanwhile, it is a quarter of the requests under way at most, or [`FEW`](Self::FEW) if there are not
-    /// many. 1 (or 0): none are joined, as under [`Policy::Bounce`] and under policies without
+    /// meanwhile, a quarter of the requests under way are one at most, or 4 if that is more. 1 (or 0): none
+    /// are joined, as under [`Policy::Bounce`] and under policies without
     /// [shared syncs](ringfence_dma::Policy::batches_maps).
     pub chunk: usize,
 }
 
 impl Batching {
-    /// So many buffers are joined however few requests are under way: that they wait for one another costs less than
-    /// mapping each by itself.
-    pub const FEW: usize = 4;
-
     /// The most buffers that become one mapping while so many requests are under way.
     fn joined(self, under_way: usize) -> usize {
-        self.chunk.min((under_way / 4).max(Batching::FEW))
+        self.chunk.min((under_way / 4).max(FEW))
     }
 }
+
+/// Up to so many buffers are joined however few requests are under way: that they wait for one another costs less
+/// than to map each by itself.
+const FEW: usize = 4;
 
 impl Default for Batching {
     /// 64 requests per sync, 16 buffers per mapping.
@@ -393,8 +393,11 @@ where
     }
 
     fn hand_out(&mut self, each: &mut impl FnMut(Completion<B>)) -> Result<usize, MappedError> {
-        let refused = self.refused.len();
-        self.refused.drain(..).for_each(&mut *each);
+        let (refused, under_way) = (self.refused.len(), &mut self.under_way);
+        self.refused.drain(..).for_each(|completion| {
+            *under_way -= 1;
+            each(completion);
+        });
         let (lists, foreign) = (&mut self.lists, &mut self.foreign);
         let (mut count, mut result) = (refused, Ok(()));
         self.transfers.poll_unmaps(|_, group, returned| {
@@ -402,6 +405,7 @@ where
                 *foreign = Some(returned);
                 return;
             }
+            *under_way -= group.requests.len();
             match returned {
                 Ok(Returned { buffer: mut list, .. }) => {
                     for (request, buffer) in group.requests.drain(..).zip(list.drain(..)) {
@@ -417,7 +421,6 @@ where
                 }
             }
         });
-        self.under_way -= count;
         result.map(|()| count)
     }
 

@@ -25,7 +25,7 @@ pub struct Tuning {
 
     /// The most buffers that become one mapping, where they are adjacent in guest memory (see
     /// --page-run) and have the same direction; it is unmapped whole, after its last I/O. Never more
-    /// than a quarter of a thread's requests in flight, if that is more than 4.
+    /// than a quarter of a thread's requests in flight, or 4 if that is more.
     #[arg(long, value_name = "N", default_value_t = Tuning::CHUNK,
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub chunk: usize,
