@@ -124,7 +124,7 @@ enum Command {
         /// Only guests whose driver unmaps in this mode, or that have no IOMMU.
         #[arg(long)]
         only: Option<bench_guest::Mode>,
-        /// Puts the tables into docs/guests.md, in the place of those that are made again.
+        /// Puts the tables into docs/guests.md, in place of those that they replace.
         #[arg(long)]
         update: bool,
     },

@@ -256,13 +256,14 @@ fn interval(values: Option<Estimate>) -> String {
     format!("{:.2} [{lo:.2}, {hi:.2}]", estimate.median)
 }
 
-/// The image of a disk, in memory, so that this machine's disk is not measured: QEMU and we read and write it alike.
+/// The image of a disk.
 fn image(memory: &tempfile::TempDir, name: &str) -> PathBuf {
     let path = memory.path().join(name);
     File::create(&path).unwrap().set_len(MIB << 20).unwrap();
     path
 }
 
+/// A place in memory for images, so that this machine's disk is not measured: QEMU and we read and write them alike.
 fn memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").expect("a file system in memory")
 }
@@ -295,7 +296,7 @@ fn behind_iommus(guarded: Iommu, own: Iommu, cpus: u32) {
 }
 
 /// Disks without an IOMMU, one of them behind `ringfence proxy`.
-fn without_iommu(cpus: u32) {
+fn without_an_iommu(cpus: u32) {
     let (place, memory) = (Place::new(), memory());
     let images = ["qemu", "blk", "proxy"].map(|name| image(&memory, name));
     let direct = blk(&place, "blk.sock", &images[1]);
@@ -420,18 +421,18 @@ fn lazy_4() {
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
-fn none_1() {
-    without_iommu(1);
+fn no_iommu_1() {
+    without_an_iommu(1);
 }
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
-fn none_2() {
-    without_iommu(2);
+fn no_iommu_2() {
+    without_an_iommu(2);
 }
 
 #[test]
 #[ignore = "measures: cargo xtask bench-guest"]
-fn none_4() {
-    without_iommu(4);
+fn no_iommu_4() {
+    without_an_iommu(4);
 }
