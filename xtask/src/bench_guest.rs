@@ -20,7 +20,7 @@ const PAGE: &str = "docs/guests.md";
 /// Where the page's own words end.
 const MARK: &str = "<!-- cargo xtask bench-guest --update -->\n";
 /// Numbers of virtual CPUs.
-const CPUS: [u32; 3] = [1, 2, 4];
+pub(crate) const CPUS: [u32; 3] = [1, 2, 4];
 /// How the title of a table begins.
 const TITLE: &str = "### ";
 
@@ -38,7 +38,7 @@ pub(crate) fn run(cpus: &[u32], only: Option<Mode>, update: bool) -> Result<()> 
     for mode in Mode::value_variants().iter().filter(|mode| only.is_none_or(|only| only == **mode))
     {
         for cpus in cpus {
-            ensure!(CPUS.contains(cpus), "--cpus {cpus}: there are tables for 1, 2 and 4");
+            ensure!(CPUS.contains(cpus), "--cpus {cpus}: there are tables for {CPUS:?}");
             let mode = mode.to_possible_value().expect("none is hidden").get_name().to_owned();
             wanted.push((mode, cpus));
         }

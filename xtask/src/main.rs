@@ -119,7 +119,7 @@ enum Command {
     /// (about three quarters of an hour).
     BenchGuest {
         /// Numbers of virtual CPUs.
-        #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+        #[arg(long, value_delimiter = ',', default_values_t = bench_guest::CPUS)]
         cpus: Vec<u32>,
         /// Only guests whose driver unmaps in this mode, or that have no IOMMU.
         #[arg(long)]
