@@ -14,7 +14,8 @@
 //! between two looks at the ring, and the kernel counts how often a thread lost its CPU
 //! (`ru_nivcsw`, getrusage(2)). The system call that reads the count is made only where time is
 //! missing. After such a loss the thread sleeps in all its waits for a while: a millisecond at
-//! first, and twice as long after each further loss.
+//! first, and twice as long after each further loss, unless that took next to nothing of the time since
+//! the one before.
 
 use core::{cell::Cell, fmt, str::FromStr, time::Duration};
 use std::{format, fs::File, os::unix::fs::FileExt, string::String};
@@ -55,8 +56,11 @@ const SAMPLE_NS: u64 = 1_000_000;
 /// A thread that was ready but did not run for one part in this many of the time shares its CPU.
 /// The few microseconds of each wake-up are less than that.
 const SHARED_PART: u64 = 5;
-/// After so long awake without losing the CPU, a thread expects to keep it.
-const CALM_NS: u64 = 10_000_000;
+/// A loss of the CPU that took one part in this many of the time since the last one, or less, counts as the
+/// first: it costs less than sleeping does.
+const SELDOM: u64 = 100;
+/// How long a thread that soon leaves the CPU again is expected to be there, after it was seen.
+const PARTNER_FOR_NS: u64 = 10_000_000;
 
 /// How to wait for the other end of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -142,10 +146,22 @@ impl Wait {
     /// Ends a wait: the event has arrived. `now_ns` reads the monotonic clock, if that is needed.
     #[inline]
     pub fn found(&mut self, now_ns: impl FnOnce() -> u64) {
-        match self.now.take() {
-            Some((began, _, Going::Slept)) => self.slept(now_ns().saturating_sub(began)),
-            Some((_, _, Going::Awake)) => self.again = (AGAIN.0, (self.again.1 / 2).max(AGAIN.0)),
-            None | Some((_, _, Going::Due | Going::Yielded)) => {}
+        SHARING.with(|sharing| self.found_on(sharing, now_ns));
+    }
+
+    #[inline]
+    fn found_on(&mut self, sharing: &Sharing, now_ns: impl FnOnce() -> u64) {
+        let Some((began, last, going)) = self.now.take() else { return };
+        match going {
+            Going::Slept => self.slept(now_ns().saturating_sub(began)),
+            // Asleep, it looked last at the end of time.
+            _ if last != u64::MAX && sharing.yields(began, last) => {
+                sharing.came_back(last, now_ns())
+            }
+            _ => {}
+        }
+        if going == Going::Awake {
+            self.again = (AGAIN.0, (self.again.1 / 2).max(AGAIN.0));
         }
     }
 
@@ -235,10 +251,8 @@ struct Sharing {
     /// Until when it considers its CPU shared, and how long that lasts next time.
     until_ns: Cell<u64>,
     rest_ns: Cell<u64>,
-    /// How long it has been awake since without losing its CPU.
-    calm_ns: Cell<u64>,
-    /// Whether a thread that soon leaves the CPU again shares it.
-    partner: Cell<bool>,
+    /// Until when it expects to share it with a thread that soon leaves it again.
+    partner_until_ns: Cell<u64>,
     /// When [`ready_ns`] was last read, and what it returned.
     sample: Cell<(u64, u64)>,
 }
@@ -253,8 +267,7 @@ impl Sharing {
             lost: Cell::new(0),
             until_ns: Cell::new(0),
             rest_ns: Cell::new(SHARED_NS.0),
-            calm_ns: Cell::new(0),
-            partner: Cell::new(false),
+            partner_until_ns: Cell::new(0),
             sample: Cell::new((0, 0)),
         }
     }
@@ -265,7 +278,8 @@ impl Sharing {
 
     /// Whether a look at `now_ns`, in a wait that began then, is followed by a yield.
     fn yields(&self, began_ns: u64, now_ns: u64) -> bool {
-        let after = if self.partner.get() { YIELD_EARLY_NS } else { YIELD_AFTER_NS };
+        let partner = now_ns < self.partner_until_ns.get();
+        let after = if partner { YIELD_EARLY_NS } else { YIELD_AFTER_NS };
         now_ns.saturating_sub(began_ns) >= after
     }
 
@@ -274,22 +288,21 @@ impl Sharing {
     fn looked(&self, last_ns: u64, now_ns: u64, yielded: bool, lost: impl FnOnce() -> u64) {
         let between = now_ns.saturating_sub(last_ns);
         if between < GAP_NS {
-            if yielded && between >= PARTNER_NS {
-                self.partner.set(true);
-            }
-            let calm = self.calm_ns.get() + between;
-            self.calm_ns.set(calm);
-            if calm >= CALM_NS {
-                self.calm_ns.set(0);
-                self.rest_ns.set(SHARED_NS.0);
-                // It is seen again if it is still there.
-                self.partner.set(false);
+            if yielded {
+                self.came_back(last_ns, now_ns);
             }
             return;
         }
         let before = self.lost.replace(lost());
         if self.lost.get() != before {
-            self.taken(now_ns);
+            self.taken(now_ns, between);
+        }
+    }
+
+    /// The thread has yielded at `last_ns` and run again at `now_ns`.
+    fn came_back(&self, last_ns: u64, now_ns: u64) {
+        if (PARTNER_NS..GAP_NS).contains(&now_ns.saturating_sub(last_ns)) {
+            self.partner_until_ns.set(now_ns.saturating_add(PARTNER_FOR_NS));
         }
     }
 
@@ -305,16 +318,18 @@ impl Sharing {
         self.sample.set((now_ns, ready_ns));
         let ready_ns = ready_ns.saturating_sub(before);
         if at_ns != 0 && ready_ns >= GAP_NS && ready_ns >= between / SHARED_PART {
-            self.taken(now_ns);
+            self.taken(now_ns, ready_ns);
         }
     }
 
-    /// Considers the CPU shared for a while.
-    fn taken(&self, now_ns: u64) {
-        self.calm_ns.set(0);
-        self.partner.set(false);
-        self.until_ns.set(now_ns.saturating_add(self.rest_ns.get()));
-        self.rest_ns.set((self.rest_ns.get() * 2).min(SHARED_NS.1));
+    /// The CPU was taken for `missing_ns`: considers it shared for a while.
+    fn taken(&self, now_ns: u64, missing_ns: u64) {
+        let since_ns = now_ns.saturating_sub(missing_ns).saturating_sub(self.until_ns.get());
+        let seldom = missing_ns <= since_ns / SELDOM;
+        let rest_ns = if seldom { SHARED_NS.0 } else { self.rest_ns.get() };
+        self.partner_until_ns.set(0);
+        self.until_ns.set(now_ns.saturating_add(rest_ns));
+        self.rest_ns.set((rest_ns * 2).min(SHARED_NS.1));
     }
 }
 
@@ -453,13 +468,18 @@ mod tests {
             rest = (2 * rest).min(SHARED_NS.1);
         }
         assert_eq!(rest, SHARED_NS.1);
-        // No other thread runs on it any more: the next loss counts as the first.
-        for _ in 0..CALM_NS / (40 * US) {
-            at += 100 * US;
-            assert_eq!(awake_ns(&mut wait, &sharing, at), 50 * US);
-            wait.found(|| at + 50 * US);
-        }
-        assert_eq!(sharing.rest_ns.get(), SHARED_NS.0);
+        // Whatever it does meanwhile, a loss after a hundred times as long counts as the first.
+        let mut lose = |after_ms: u64, lost| {
+            at = sharing.until_ns.get() + after_ms * 1000 * US;
+            assert_eq!(wait.step_on(&sharing, at, || None, || lost), Next::Look);
+            at += 3000 * US;
+            assert_eq!(wait.step_on(&sharing, at, || None, || lost), Next::Sleep);
+            wait.found(|| at + 5 * US);
+            sharing.until_ns.get() - at
+        };
+        assert_eq!(lose(299, 13), SHARED_NS.1);
+        assert_eq!(lose(300, 14), SHARED_NS.0);
+        assert_eq!(lose(0, 15), 2 * SHARED_NS.0);
     }
 
     #[test]
@@ -476,11 +496,24 @@ mod tests {
         look(&mut wait, 25, 0);
         assert_eq!(yields_after(), Some(1));
         // It lasts, until a thread takes a slice.
-        wait.found(|| 26 * US);
+        wait.found_on(&sharing, || 26 * US);
         [30, 31, 33].into_iter().for_each(|at| look(&mut wait, at, 0));
         assert_eq!(yields_after(), Some(1));
         assert_eq!(wait.step_on(&sharing, 3033 * US, || None, || 1), Next::Sleep);
         assert_eq!(yields_after(), Some(5));
+        // It is seen, too, if what the thread waits for is there when it runs again; but not if that came before any
+        // yield.
+        let is_seen = |at_us| at_us * US < sharing.partner_until_ns.get();
+        wait.found_on(&sharing, || unreachable!("it sleeps as its CPU is shared"));
+        let at = 5000;
+        look(&mut wait, at, 1);
+        wait.found_on(&sharing, || unreachable!("there was no yield"));
+        assert!(!is_seen(at));
+        [at, at + 5].into_iter().for_each(|at| look(&mut wait, at, 1));
+        wait.found_on(&sharing, || (at + 5) * US + PARTNER_NS);
+        // For a while.
+        assert!(is_seen(at + 5 + (PARTNER_NS + PARTNER_FOR_NS) / US - 1));
+        assert!(!is_seen(at + 5 + (PARTNER_NS + PARTNER_FOR_NS) / US));
     }
 
     #[test]
