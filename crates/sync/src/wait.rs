@@ -146,10 +146,12 @@ impl Wait {
     /// Ends a wait: the event has arrived. `now_ns` reads the monotonic clock, if that is needed.
     #[inline]
     pub fn found(&mut self, now_ns: impl FnOnce() -> u64) {
-        SHARING.with(|sharing| self.found_on(sharing, now_ns));
+        // Mostly, nothing was waited for.
+        if self.now.is_some() {
+            SHARING.with(|sharing| self.found_on(sharing, now_ns));
+        }
     }
 
-    #[inline]
     fn found_on(&mut self, sharing: &Sharing, now_ns: impl FnOnce() -> u64) {
         let Some((began, last, going)) = self.now.take() else { return };
         match going {
