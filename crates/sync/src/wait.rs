@@ -15,7 +15,7 @@
 //! (`ru_nivcsw`, getrusage(2)). The system call that reads the count is made only where time is
 //! missing. After such a loss the thread sleeps in all its waits for a while: a millisecond at
 //! first, and twice as long after each further loss, unless that took next to nothing of the time since
-//! the one before.
+//! that while.
 
 use core::{cell::Cell, fmt, str::FromStr, time::Duration};
 use std::{format, fs::File, os::unix::fs::FileExt, string::String};
@@ -56,9 +56,11 @@ const SAMPLE_NS: u64 = 1_000_000;
 /// A thread that was ready but did not run for one part in this many of the time shares its CPU.
 /// The few microseconds of each wake-up are less than that.
 const SHARED_PART: u64 = 5;
-/// A loss of the CPU that took one part in this many of the time since the last one, or less, counts as the
-/// first: it costs less than sleeping does.
+/// A loss of the CPU that took one part in this many of the time since the thread last considered it shared, or less,
+/// is followed by the shortest such time: it costs less than sleeping does. The times after later ones are so many
+/// times shorter than they would have been, so that those who took the CPU often, and do again, are soon recognized.
 const SELDOM: u64 = 100;
+const FORGETS: u64 = 4;
 /// How long a thread that soon leaves the CPU again is expected to be there, after it was seen.
 const PARTNER_FOR_NS: u64 = 10_000_000;
 
@@ -146,24 +148,10 @@ impl Wait {
     /// Ends a wait: the event has arrived. `now_ns` reads the monotonic clock, if that is needed.
     #[inline]
     pub fn found(&mut self, now_ns: impl FnOnce() -> u64) {
-        // Mostly, nothing was waited for.
-        if self.now.is_some() {
-            SHARING.with(|sharing| self.found_on(sharing, now_ns));
-        }
-    }
-
-    fn found_on(&mut self, sharing: &Sharing, now_ns: impl FnOnce() -> u64) {
-        let Some((began, last, going)) = self.now.take() else { return };
-        match going {
-            Going::Slept => self.slept(now_ns().saturating_sub(began)),
-            // Asleep, it looked last at the end of time.
-            _ if last != u64::MAX && sharing.yields(began, last) => {
-                sharing.came_back(last, now_ns())
-            }
-            _ => {}
-        }
-        if going == Going::Awake {
-            self.again = (AGAIN.0, (self.again.1 / 2).max(AGAIN.0));
+        match self.now.take() {
+            Some((began, _, Going::Slept)) => self.slept(now_ns().saturating_sub(began)),
+            Some((_, _, Going::Awake)) => self.again = (AGAIN.0, (self.again.1 / 2).max(AGAIN.0)),
+            None | Some((_, _, Going::Due | Going::Yielded)) => {}
         }
     }
 
@@ -192,22 +180,30 @@ impl Wait {
     /// [`Next::Sleep`] at once. `due_ns` is when, by the same clock, something will happen without
     /// a notification, if that is known: a sleep no longer than [`SPIN`] saves nothing.
     pub fn step(&mut self, now_ns: u64, due_ns: impl FnOnce() -> Option<u64>) -> Next {
-        SHARING.with(|sharing| self.step_on(sharing, now_ns, due_ns, lost_cpu))
+        let yields = || {
+            std::thread::yield_now();
+            MonotonicClock.now_ns()
+        };
+        SHARING.with(|sharing| self.step_on(sharing, now_ns, due_ns, yields, lost_cpu))
     }
+
+    /// `yields` gives the CPU to whoever is ready, and returns when the thread has it again; `lost` how often it has lost
+    /// it so far.
 
     fn step_on(
         &mut self,
         sharing: &Sharing,
         now_ns: u64,
         due_ns: impl FnOnce() -> Option<u64>,
-        lost: impl FnOnce() -> u64,
+        yields: impl FnOnce() -> u64,
+        lost: impl Fn() -> u64,
     ) -> Next {
         let (began, last, before) = *self.now.get_or_insert((now_ns, now_ns, Going::Awake));
         let (next, going) = match self.notify {
             Notify::Poll => (Next::Look, Going::Awake),
             Notify::Sleep => (Next::Sleep, Going::Slept),
             Notify::Adaptive => {
-                sharing.looked(last, now_ns, sharing.yields(began, last), lost);
+                sharing.missed(now_ns, now_ns.saturating_sub(last), &lost);
                 let is_soon = || due_ns().is_some_and(|due| due <= now_ns.saturating_add(SPIN_NS));
                 match now_ns.saturating_sub(began) < self.spin_ns {
                     _ if sharing.is_shared(now_ns) => (Next::Sleep, Going::Yielded),
@@ -220,12 +216,18 @@ impl Wait {
         let going = going.max(before);
         match next {
             Next::Look => {
-                self.now = Some((began, now_ns, going));
-                match sharing.yields(began, now_ns) {
-                    false => core::hint::spin_loop(),
+                let mut looked = now_ns;
+                if sharing.yields(began, now_ns) {
                     // What is waited for may need this very CPU.
-                    true => std::thread::yield_now(),
+                    looked = yields();
+                    sharing.came_back(now_ns, looked);
+                    if self.notify == Notify::Adaptive {
+                        sharing.missed(looked, looked.saturating_sub(now_ns), &lost);
+                    }
+                } else {
+                    core::hint::spin_loop();
                 }
+                self.now = Some((began, looked, going));
             }
             // Time spent asleep does not count as missing.
             Next::Sleep => self.now = Some((began, u64::MAX, going)),
@@ -285,25 +287,20 @@ impl Sharing {
         now_ns.saturating_sub(began_ns) >= after
     }
 
-    /// The thread has looked at `last_ns` and at `now_ns`, and paused in between, or `yielded`.
-    /// `lost` returns how often it has lost its CPU.
-    fn looked(&self, last_ns: u64, now_ns: u64, yielded: bool, lost: impl FnOnce() -> u64) {
-        let between = now_ns.saturating_sub(last_ns);
-        if between < GAP_NS {
-            if yielded {
-                self.came_back(last_ns, now_ns);
-            }
+    /// For `missing_ns` until now the thread saw nothing. `lost` returns how often it has lost its CPU.
+    fn missed(&self, now_ns: u64, missing_ns: u64, lost: impl Fn() -> u64) {
+        if missing_ns < GAP_NS {
             return;
         }
         let before = self.lost.replace(lost());
         if self.lost.get() != before {
-            self.taken(now_ns, between);
+            self.taken(now_ns, missing_ns);
         }
     }
 
-    /// The thread has yielded at `last_ns` and run again at `now_ns`.
-    fn came_back(&self, last_ns: u64, now_ns: u64) {
-        if (PARTNER_NS..GAP_NS).contains(&now_ns.saturating_sub(last_ns)) {
+    /// The thread has yielded at `from_ns`, and runs again.
+    fn came_back(&self, from_ns: u64, now_ns: u64) {
+        if (PARTNER_NS..GAP_NS).contains(&now_ns.saturating_sub(from_ns)) {
             self.partner_until_ns.set(now_ns.saturating_add(PARTNER_FOR_NS));
         }
     }
@@ -327,11 +324,13 @@ impl Sharing {
     /// The CPU was taken for `missing_ns`: considers it shared for a while.
     fn taken(&self, now_ns: u64, missing_ns: u64) {
         let since_ns = now_ns.saturating_sub(missing_ns).saturating_sub(self.until_ns.get());
-        let seldom = missing_ns <= since_ns / SELDOM;
-        let rest_ns = if seldom { SHARED_NS.0 } else { self.rest_ns.get() };
+        let (rest_ns, next_ns) = match self.rest_ns.get() {
+            rest if missing_ns <= since_ns / SELDOM => (SHARED_NS.0, rest / FORGETS),
+            rest => (rest, rest * 2),
+        };
         self.partner_until_ns.set(0);
         self.until_ns.set(now_ns.saturating_add(rest_ns));
-        self.rest_ns.set((rest_ns * 2).min(SHARED_NS.1));
+        self.rest_ns.set(next_ns.clamp(2 * SHARED_NS.0, SHARED_NS.1));
     }
 }
 
@@ -366,11 +365,15 @@ mod tests {
 
     const US: u64 = 1000;
 
+    /// A look at `now_ns`, of a thread that has lost its CPU so often; a yield takes no time.
+    fn step(wait: &mut Wait, sharing: &Sharing, now_ns: u64, lost: u64) -> Next {
+        wait.step_on(sharing, now_ns, || None, || now_ns, || lost)
+    }
+
     /// Waits from `from` on, looking once a microsecond, without losing the CPU; returns how long
     /// it was awake.
     fn awake_ns(wait: &mut Wait, sharing: &Sharing, from: u64) -> u64 {
-        let look =
-            |at: &u64| wait.step_on(sharing, *at, || None, || sharing.lost.get()) == Next::Sleep;
+        let look = |at: &u64| step(wait, sharing, *at, sharing.lost.get()) == Next::Sleep;
         let slept = (0..1000).map(|n| from + n * US).find(look);
         slept.expect("it sleeps within a millisecond") - from
     }
@@ -387,9 +390,7 @@ mod tests {
     fn poll_looks_for_ever_and_sleep_not_at_all() {
         let sharing = Sharing::new();
         let mut wait = Wait::new(Notify::Poll);
-        assert!(
-            (0..1000).all(|n| wait.step_on(&sharing, n * 50 * US, || None, || n) == Next::Look)
-        );
+        assert!((0..1000).all(|n| step(&mut wait, &sharing, n * 50 * US, n) == Next::Look));
         let mut wait = Wait::new(Notify::Sleep);
         assert_eq!(awake_ns(&mut wait, &sharing, 0), 0);
     }
@@ -413,7 +414,7 @@ mod tests {
             at += 100 * US;
         }
         // An event that arrives during a look changes nothing.
-        assert_eq!(wait.step_on(&sharing, at, || None, || 0), Next::Look);
+        assert_eq!(step(&mut wait, &sharing, at, 0), Next::Look);
         wait.found(|| at + US);
         assert_eq!(awake_ns(&mut wait, &sharing, at + 2 * US), 50 * US);
     }
@@ -457,9 +458,9 @@ mod tests {
         let mut at = US;
         let mut rest = SHARED_NS.0;
         for lost in 1..=12 {
-            assert_eq!(wait.step_on(&sharing, at, || None, || lost), Next::Look);
+            assert_eq!(step(&mut wait, &sharing, at, lost), Next::Look);
             at += 3000 * US;
-            assert_eq!(wait.step_on(&sharing, at, || None, || lost), Next::Sleep);
+            assert_eq!(step(&mut wait, &sharing, at, lost), Next::Sleep);
             wait.found(|| at + 5 * US);
             // Up to its end, and no further.
             assert!(sharing.is_shared(at + rest - 1) && !sharing.is_shared(at + rest));
@@ -470,59 +471,89 @@ mod tests {
             rest = (2 * rest).min(SHARED_NS.1);
         }
         assert_eq!(rest, SHARED_NS.1);
-        // Whatever it does meanwhile, a loss after a hundred times as long counts as the first.
+        // A loss after a hundred times as long, whatever the thread did meanwhile, costs next to nothing; if it is not the
+        // only one, the thread soon sleeps for long again.
         let mut lose = |after_ms: u64, lost| {
             at = sharing.until_ns.get() + after_ms * 1000 * US;
-            assert_eq!(wait.step_on(&sharing, at, || None, || lost), Next::Look);
+            assert_eq!(step(&mut wait, &sharing, at, lost), Next::Look);
             at += 3000 * US;
-            assert_eq!(wait.step_on(&sharing, at, || None, || lost), Next::Sleep);
+            assert_eq!(step(&mut wait, &sharing, at, lost), Next::Sleep);
             wait.found(|| at + 5 * US);
             sharing.until_ns.get() - at
         };
         assert_eq!(lose(299, 13), SHARED_NS.1);
         assert_eq!(lose(300, 14), SHARED_NS.0);
-        assert_eq!(lose(0, 15), 2 * SHARED_NS.0);
+        assert_eq!([lose(0, 15), lose(0, 16)], [SHARED_NS.1 / 4, SHARED_NS.1 / 2]);
+        for lost in 20..30 {
+            assert_eq!(lose(300, lost), SHARED_NS.0);
+        }
+        assert_eq!(lose(0, 30), 2 * SHARED_NS.0);
+    }
+
+    /// A look at `at_us` that is followed by a yield, which lasts so long.
+    fn yields(wait: &mut Wait, sharing: &Sharing, at_us: u64, yield_ns: u64, lost: u64) {
+        let (at, yielded) = (at_us * US, Cell::new(false));
+        let yields = || {
+            yielded.set(true);
+            at + yield_ns
+        };
+        let next = wait.step_on(sharing, at, || None, yields, || lost);
+        assert_eq!((next, yielded.get()), (Next::Look, true));
     }
 
     #[test]
     fn a_cpu_that_is_shared_with_a_thread_that_soon_leaves_it_again_is_yielded_sooner() {
-        let sharing = Sharing::new();
-        let mut wait = Wait::new(Notify::Adaptive);
-        let look = |wait: &mut Wait, at_us, lost| {
-            assert_eq!(wait.step_on(&sharing, at_us * US, || None, || lost), Next::Look);
-        };
-        let yields_after = || (0..10).find(|us| sharing.yields(US, US + us * US));
-        // Time that is missing without a yield is another's choice, and short times are the yield's own.
-        [10, 14, 15, 18, 21].into_iter().for_each(|at| look(&mut wait, at, 0));
-        assert_eq!(yields_after(), Some(5));
-        look(&mut wait, 25, 0);
-        assert_eq!(yields_after(), Some(1));
-        // It lasts, until a thread takes a slice.
-        wait.found_on(&sharing, || 26 * US);
-        [30, 31, 33].into_iter().for_each(|at| look(&mut wait, at, 0));
-        assert_eq!(yields_after(), Some(1));
-        assert_eq!(wait.step_on(&sharing, 3033 * US, || None, || 1), Next::Sleep);
-        assert_eq!(yields_after(), Some(5));
-        // It is seen, too, if what the thread waits for is there when it runs again; but not if that came before any
-        // yield.
-        let is_seen = |at_us| at_us * US < sharing.partner_until_ns.get();
-        wait.found_on(&sharing, || unreachable!("it sleeps as its CPU is shared"));
-        let at = 5000;
-        look(&mut wait, at, 1);
-        wait.found_on(&sharing, || unreachable!("there was no yield"));
-        assert!(!is_seen(at));
-        [at, at + 5].into_iter().for_each(|at| look(&mut wait, at, 1));
-        wait.found_on(&sharing, || (at + 5) * US + PARTNER_NS);
-        // For a while.
-        assert!(is_seen(at + 5 + (PARTNER_NS + PARTNER_FOR_NS) / US - 1));
-        assert!(!is_seen(at + 5 + (PARTNER_NS + PARTNER_FOR_NS) / US));
+        for notify in [Notify::Adaptive, Notify::Poll] {
+            let sharing = Sharing::new();
+            let mut wait = Wait::new(notify);
+            let after =
+                |from_us: u64| (0..10).find(|us| sharing.yields(from_us * US, (from_us + us) * US));
+            // Time that is missing without a yield is another's choice, and short times are the yield's own.
+            for at in [10, 14] {
+                assert_eq!(step(&mut wait, &sharing, at * US, 0), Next::Look);
+            }
+            yields(&mut wait, &sharing, 18, PARTNER_NS - 1, 0);
+            assert_eq!(after(30), Some(5));
+            // It is seen whether or not what the thread waits for is there when it runs again, and expected for a while.
+            yields(&mut wait, &sharing, 25, PARTNER_NS, 0);
+            wait.found(|| 30 * US);
+            assert_eq!(after(30), Some(1));
+            let until = 25 + (PARTNER_NS + PARTNER_FOR_NS) / US;
+            assert_eq!((after(until - 2), after(until)), (Some(1), Some(5)));
+            // One that takes a slice is none.
+            assert_eq!(step(&mut wait, &sharing, until * US, 0), Next::Look);
+            yields(&mut wait, &sharing, until + 5, GAP_NS, 0);
+            assert_eq!(after(until + 300), Some(5));
+        }
+    }
+
+    #[test]
+    fn a_slice_that_a_yield_gave_away_counts_even_if_the_wait_is_over_then() {
+        for notify in [Notify::Adaptive, Notify::Poll] {
+            let (sharing, mut wait) = (Sharing::new(), Wait::new(notify));
+            assert_eq!(step(&mut wait, &sharing, 0, 0), Next::Look);
+            // Not if the kernel counts none. It is asked once.
+            yields(&mut wait, &sharing, 5, GAP_NS, 0);
+            let asked = || -> u64 { unreachable!("it was asked") };
+            wait.step_on(&sharing, 205 * US, || None, || 205 * US, asked);
+            wait.restart();
+            assert_eq!(step(&mut wait, &sharing, 210 * US, 0), Next::Look);
+            yields(&mut wait, &sharing, 215, PARTNER_NS, 0);
+            yields(&mut wait, &sharing, 220, GAP_NS, 1);
+            wait.found(|| 421 * US);
+            // Who polls sleeps in no wait anyhow.
+            let adaptive = notify == Notify::Adaptive;
+            assert_eq!(sharing.is_shared(421 * US), adaptive);
+            assert_eq!(sharing.yields(0, YIELD_EARLY_NS), !adaptive);
+        }
     }
 
     #[test]
     fn what_is_due_soon_is_waited_for_awake() {
         let sharing = Sharing::new();
         let mut wait = Wait::new(Notify::Adaptive);
-        let mut step = |at, due| wait.step_on(&sharing, at, || Some(due), || sharing.lost.get());
+        let mut step =
+            |at, due| wait.step_on(&sharing, at, || Some(due), || at, || sharing.lost.get());
         assert_eq!(step(0, 300 * US), Next::Look);
         assert_eq!(step(10 * US, 300 * US), Next::Look);
         assert_eq!(step(50 * US, 101 * US), Next::Sleep);
@@ -530,7 +561,7 @@ mod tests {
         assert_eq!(step(100 * US, u64::MAX), Next::Sleep);
         // It shows nothing of whether waiting awake pays.
         let mut due = Wait { spin_ns: 0, again: (1, 64), ..Wait::new(Notify::Adaptive) };
-        assert_eq!(due.step_on(&sharing, 0, || Some(US), || 0), Next::Look);
+        assert_eq!(due.step_on(&sharing, 0, || Some(US), || 0, || 0), Next::Look);
         due.found(|| 2 * US);
         assert_eq!((due.spin_ns, due.again), (0, (1, 64)));
         // Unless others want the CPU.
@@ -544,11 +575,12 @@ mod tests {
         let sharing = Sharing::new();
         sharing.lost.set(7);
         let mut wait = Wait::new(Notify::Adaptive);
-        assert_eq!(wait.step_on(&sharing, US, || None, || 7), Next::Look);
-        assert_eq!(wait.step_on(&sharing, 31 * US, || None, || 7), Next::Look);
-        assert_eq!(wait.step_on(&sharing, 51 * US, || None, || 7), Next::Sleep);
+        assert_eq!(step(&mut wait, &sharing, US, 7), Next::Look);
+        assert_eq!(step(&mut wait, &sharing, 31 * US, 7), Next::Look);
+        assert_eq!(step(&mut wait, &sharing, 51 * US, 7), Next::Sleep);
         // Woken for nothing after a while: it sleeps again, without reading the count.
-        assert_eq!(wait.step_on(&sharing, 9000 * US, || None, || unreachable!()), Next::Sleep);
+        let next = wait.step_on(&sharing, 9000 * US, || None, || unreachable!(), || unreachable!());
+        assert_eq!(next, Next::Sleep);
         assert!(!sharing.is_shared(9000 * US));
     }
 
@@ -569,6 +601,11 @@ mod tests {
         sharing.worked(26_500 * US, || unreachable!("it was read half a millisecond ago"));
         sharing.worked(27_000 * US, || None);
         assert!(!sharing.is_shared(27_000 * US));
+        // What took a hundredth of the time since it last considered the CPU shared, and a fourth since it last looked.
+        sharing.rest_ns.set(SHARED_NS.1);
+        sharing.sample.set((49_000 * US, 92_800 * US));
+        assert!(sample(50, 93_050));
+        assert_eq!(sharing.until_ns.get(), 50_000 * US + SHARED_NS.0);
     }
 
     #[test]
