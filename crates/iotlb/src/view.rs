@@ -137,7 +137,7 @@ impl View {
                 }
             }
         });
-        if all {
+        if all && !mutant!("who drops everything does not look at the binding") {
             self.rebind();
         }
         self.publish();
@@ -249,7 +249,9 @@ impl View {
                 Some(None) => return self.bind(self.endpoint.changes()),
                 None => {}
             }
-            self.rebind();
+            if !mutant!("who wakes does not look at the binding") {
+                self.rebind();
+            }
         }
     }
 

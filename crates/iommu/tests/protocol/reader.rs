@@ -170,10 +170,8 @@ pub(crate) fn act(scene: &Scene, state: &mut State, index: usize, act: Act) {
             if !scene.lacks(Rule::NothingHeldAtQuiet) {
                 reader.held = None;
             }
-            reader.step = match changes != reader.changes {
-                true => Step::Rebinding { then: Then::Load },
-                false => Step::Quiet,
-            };
+            let rebind = changes != reader.changes && !scene.lacks(Rule::RebindAtQuiet);
+            reader.step = if rebind { Step::Rebinding { then: Then::Load } } else { Step::Quiet };
         }
         Act::Rebind | Act::Enter => {
             let late = scene.lacks(Rule::EmptyBeforeEnter);
@@ -235,7 +233,7 @@ pub(crate) fn act(scene: &Scene, state: &mut State, index: usize, act: Act) {
             reader.step = match (waking, scene.lacks(Rule::OnlineBeforeReplay)) {
                 (false, _) => Step::Replayed { epoch, all },
                 (true, true) => Step::WakingAt { epoch: now },
-                (true, false) => woken(reader, changes),
+                (true, false) => woken(scene, reader, changes),
             };
         }
         Act::Announce => {
@@ -245,7 +243,8 @@ pub(crate) fn act(scene: &Scene, state: &mut State, index: usize, act: Act) {
                 if !scene.lacks(Rule::ReplayBeforeAnnounce) {
                     (reader.seen, reader.last) = (epoch, epoch);
                 }
-                let rebind = all && changes != reader.changes;
+                let looks = all && !scene.lacks(Rule::RebindAfterAll);
+                let rebind = looks && changes != reader.changes;
                 reader.step =
                     if rebind { Step::Rebinding { then: Then::Work } } else { Step::Working };
             }
@@ -275,15 +274,15 @@ pub(crate) fn act(scene: &Scene, state: &mut State, index: usize, act: Act) {
                 !scene.lacks(Rule::ReplayOnWaking) && !scene.lacks(Rule::OnlineBeforeReplay);
             reader.step = match replay {
                 true => Step::Loaded { epoch, waking: true },
-                false => woken(reader, changes),
+                false => woken(scene, reader, changes),
             };
         }
     }
 }
 
 /// `View::online` ends with `View::rebind`.
-fn woken(reader: &Reader, changes: u8) -> Step {
-    match changes != reader.changes {
+fn woken(scene: &Scene, reader: &Reader, changes: u8) -> Step {
+    match changes != reader.changes && !scene.lacks(Rule::RebindOnWaking) {
         true => Step::Rebinding { then: Then::Work },
         false => Step::Working,
     }

@@ -54,6 +54,10 @@ rules! {
     EmptyBeforeEnter: "moving reader", Readers;
     /// A change of the binding is counted before its grace period begins.
     CountBeforeGrace: "moving reader", Binding;
+    /// A reader that has dropped everything looks at its binding.
+    RebindAfterAll: "moving reader", Binding;
+    /// A waking reader looks at its binding.
+    RebindOnWaking: "moving reader", Binding;
     /// A cache is empty while its reader is offline.
     EmptyWhileAsleep: "sleeping reader", Readers;
     /// A waking reader is online before it replays the log.
@@ -92,6 +96,8 @@ rules! {
     PagesAfterGrace: "pages", Pages;
     /// The replay comes before the announcement.
     ReplayBeforeAnnounce: "basic", Nothing;
+    /// A reader looks at its binding before it loads the epoch.
+    RebindAtQuiet: "moving reader", Nothing;
     /// Pages wait for readers in every scope.
     PagesWaitForAll: "pages", Nothing;
 }
