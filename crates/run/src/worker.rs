@@ -181,7 +181,7 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell<OwnedFd>, notify: Notify, clock:
             wait.found(|| now);
             continue;
         }
-        if wait.step(now, || work.next_due()) == Next::Look {
+        if wait.step(clock, || work.next_due()) == Next::Look {
             continue;
         }
         sleep(&mut work, bell, now);

@@ -13,7 +13,7 @@
 //! A thread cannot see that others want its CPU, but it can see that they took it: time is missing
 //! between two looks at the ring, and the kernel counts how often a thread lost its CPU
 //! (`ru_nivcsw`, getrusage(2)). The system call that reads the count is made only where time is
-//! missing. After such a loss the thread sleeps in all its waits for a while: a millisecond at
+//! missing. After such a loss the thread sleeps in all its waits, but for [`Notify::Poll`], for a while: a millisecond at
 //! first, and twice as long after each further loss, unless that took next to nothing of the time since
 //! that while.
 
@@ -39,8 +39,7 @@ const YIELD_AFTER_NS: u64 = 5_000;
 /// take. A thread that does not leave it takes a time slice at each yield: where that was seen, the
 /// longer time holds again.
 const YIELD_EARLY_NS: u64 = 1_000;
-/// If it is so long from a yield to the next look, and less than [`GAP_NS`], such a thread has probably
-/// run: an interrupt takes less, and what the waiter does between its looks, mostly.
+/// If a yield takes so long, and less than [`GAP_NS`], such a thread has probably run: an interrupt takes less.
 const PARTNER_NS: u64 = 4_000;
 /// A gap between two looks that counts as missing time, in which another thread had a time slice of
 /// its own. Longer than a look or an interrupt takes, and longer than a thread woken by this one
@@ -48,8 +47,8 @@ const PARTNER_NS: u64 = 4_000;
 const GAP_NS: u64 = 200_000;
 /// For how long a thread sleeps in all its waits after its CPU was taken. The first time: short, so
 /// that a passing neighbour costs next to nothing. At most: so long that a CPU in constant demand
-/// costs one time slice of another thread (3 or 4 ms) every half second, and short enough that a
-/// CPU that became free is noticed soon.
+/// costs one time slice of another thread (3 or 4 ms) every half second, or a few where the thread was idle for
+/// longer, and short enough that a CPU that became free is noticed soon.
 const SHARED_NS: (u64, u64) = (1_000_000, 512_000_000);
 /// The shortest time between two reads of schedstat by [`is_shared`]: each takes a microsecond.
 const SAMPLE_NS: u64 = 1_000_000;
@@ -57,10 +56,9 @@ const SAMPLE_NS: u64 = 1_000_000;
 /// The few microseconds of each wake-up are less than that.
 const SHARED_PART: u64 = 5;
 /// A loss of the CPU that took one part in this many of the time since the thread last considered it shared, or less,
-/// is followed by the shortest such time: it costs less than sleeping does. The times after later ones are so many
-/// times shorter than they would have been, so that those who took the CPU often, and do again, are soon recognized.
+/// is followed by the shortest such time: it costs a hundredth of the time at most. The times after later ones are a quarter
+/// of what they would have been without it, so that those who took the CPU often, and do again, are soon recognized.
 const SELDOM: u64 = 100;
-const FORGETS: u64 = 4;
 /// How long a thread that soon leaves the CPU again is expected to be there, after it was seen.
 const PARTNER_FOR_NS: u64 = 10_000_000;
 
@@ -117,7 +115,7 @@ pub struct Wait {
     spin_ns: u64,
     /// After how many more sleeps it waits awake again, if it does not now; and after how many it does the next time.
     again: (u32, u32),
-    /// The current wait: its beginning, the last look, and how it goes.
+    /// The current wait: its beginning, the last look or the end of the yield after it, and how it goes.
     now: Option<(u64, u64, Going)>,
 }
 
@@ -138,11 +136,6 @@ impl Wait {
     /// Nothing waited yet.
     pub const fn new(notify: Notify) -> Wait {
         Wait { notify, spin_ns: SPIN_NS, again: (AGAIN.0, AGAIN.0), now: None }
-    }
-
-    /// How it waits.
-    pub const fn notify(&self) -> Notify {
-        self.notify
     }
 
     /// Ends a wait: the event has arrived. `now_ns` reads the monotonic clock, if that is needed.
@@ -176,20 +169,19 @@ impl Wait {
         self.now = None;
     }
 
-    /// A look at `now_ns` found nothing: pauses for a moment and returns [`Next::Look`], or returns
+    /// A look found nothing: pauses for a moment and returns [`Next::Look`], or returns
     /// [`Next::Sleep`] at once. `due_ns` is when, by the same clock, something will happen without
     /// a notification, if that is known: a sleep no longer than [`SPIN`] saves nothing.
-    pub fn step(&mut self, now_ns: u64, due_ns: impl FnOnce() -> Option<u64>) -> Next {
+    pub fn step(&mut self, clock: &impl Clock, due_ns: impl FnOnce() -> Option<u64>) -> Next {
         let yields = || {
             std::thread::yield_now();
-            MonotonicClock.now_ns()
+            clock.now_ns()
         };
-        SHARING.with(|sharing| self.step_on(sharing, now_ns, due_ns, yields, lost_cpu))
+        SHARING.with(|sharing| self.step_on(sharing, clock.now_ns(), due_ns, yields, lost_cpu))
     }
 
     /// `yields` gives the CPU to whoever is ready, and returns when the thread has it again; `lost` how often it has lost
     /// it so far.
-
     fn step_on(
         &mut self,
         sharing: &Sharing,
@@ -203,7 +195,7 @@ impl Wait {
             Notify::Poll => (Next::Look, Going::Awake),
             Notify::Sleep => (Next::Sleep, Going::Slept),
             Notify::Adaptive => {
-                sharing.missed(now_ns, now_ns.saturating_sub(last), &lost);
+                sharing.missed(now_ns, now_ns.saturating_sub(last), false, &lost);
                 let is_soon = || due_ns().is_some_and(|due| due <= now_ns.saturating_add(SPIN_NS));
                 match now_ns.saturating_sub(began) < self.spin_ns {
                     _ if sharing.is_shared(now_ns) => (Next::Sleep, Going::Yielded),
@@ -220,10 +212,7 @@ impl Wait {
                 if sharing.yields(began, now_ns) {
                     // What is waited for may need this very CPU.
                     looked = yields();
-                    sharing.came_back(now_ns, looked);
-                    if self.notify == Notify::Adaptive {
-                        sharing.missed(looked, looked.saturating_sub(now_ns), &lost);
-                    }
+                    sharing.missed(looked, looked.saturating_sub(now_ns), true, lost);
                 } else {
                     core::hint::spin_loop();
                 }
@@ -250,7 +239,7 @@ pub fn is_shared() -> bool {
 /// What a thread has observed about other threads on its CPU.
 #[derive(Debug)]
 struct Sharing {
-    /// How often the thread had lost its CPU when it last read the count.
+    /// How often the thread had lost its CPU when it last read the count. Each yield to another thread counts, too.
     lost: Cell<u64>,
     /// Until when it considers its CPU shared, and how long that lasts next time.
     until_ns: Cell<u64>,
@@ -282,25 +271,22 @@ impl Sharing {
 
     /// Whether a look at `now_ns`, in a wait that began then, is followed by a yield.
     fn yields(&self, began_ns: u64, now_ns: u64) -> bool {
-        let partner = now_ns < self.partner_until_ns.get();
-        let after = if partner { YIELD_EARLY_NS } else { YIELD_AFTER_NS };
+        let after =
+            if now_ns < self.partner_until_ns.get() { YIELD_EARLY_NS } else { YIELD_AFTER_NS };
         now_ns.saturating_sub(began_ns) >= after
     }
 
-    /// For `missing_ns` until now the thread saw nothing. `lost` returns how often it has lost its CPU.
-    fn missed(&self, now_ns: u64, missing_ns: u64, lost: impl Fn() -> u64) {
-        if missing_ns < GAP_NS {
-            return;
-        }
-        let before = self.lost.replace(lost());
-        if self.lost.get() != before {
-            self.taken(now_ns, missing_ns);
-        }
-    }
-
-    /// The thread has yielded at `from_ns`, and runs again.
-    fn came_back(&self, from_ns: u64, now_ns: u64) {
-        if (PARTNER_NS..GAP_NS).contains(&now_ns.saturating_sub(from_ns)) {
+    /// For `missing_ns` until now the thread saw nothing, as it had yielded or for another reason. `lost` returns how
+    /// often it has lost its CPU.
+    fn missed(&self, now_ns: u64, missing_ns: u64, yielded: bool, lost: impl Fn() -> u64) {
+        if missing_ns >= GAP_NS {
+            let lost = lost();
+            if self.lost.replace(lost) != lost {
+                self.taken(now_ns, missing_ns);
+                // It does not count a second time, as time in which the thread was ready.
+                self.sample.set((0, 0));
+            }
+        } else if yielded && missing_ns >= PARTNER_NS {
             self.partner_until_ns.set(now_ns.saturating_add(PARTNER_FOR_NS));
         }
     }
@@ -325,7 +311,7 @@ impl Sharing {
     fn taken(&self, now_ns: u64, missing_ns: u64) {
         let since_ns = now_ns.saturating_sub(missing_ns).saturating_sub(self.until_ns.get());
         let (rest_ns, next_ns) = match self.rest_ns.get() {
-            rest if missing_ns <= since_ns / SELDOM => (SHARED_NS.0, rest / FORGETS),
+            rest if missing_ns <= since_ns / SELDOM => (SHARED_NS.0, rest / 4),
             rest => (rest, rest * 2),
         };
         self.partner_until_ns.set(0);
@@ -541,10 +527,9 @@ mod tests {
             yields(&mut wait, &sharing, 215, PARTNER_NS, 0);
             yields(&mut wait, &sharing, 220, GAP_NS, 1);
             wait.found(|| 421 * US);
-            // Who polls sleeps in no wait anyhow.
-            let adaptive = notify == Notify::Adaptive;
-            assert_eq!(sharing.is_shared(421 * US), adaptive);
-            assert_eq!(sharing.yields(0, YIELD_EARLY_NS), !adaptive);
+            assert!(sharing.is_shared(421 * US) && !sharing.yields(0, YIELD_EARLY_NS));
+            let next = step(&mut wait, &sharing, 430 * US, 1);
+            assert_eq!(next == Next::Look, notify == Notify::Poll);
         }
     }
 
@@ -601,11 +586,17 @@ mod tests {
         sharing.worked(26_500 * US, || unreachable!("it was read half a millisecond ago"));
         sharing.worked(27_000 * US, || None);
         assert!(!sharing.is_shared(27_000 * US));
-        // What took a hundredth of the time since it last considered the CPU shared, and a fourth since it last looked.
+        // What took less than a hundredth of the time since it last considered the CPU shared, and a fourth since it
+        // last looked.
         sharing.rest_ns.set(SHARED_NS.1);
         sharing.sample.set((49_000 * US, 92_800 * US));
         assert!(sample(50, 93_050));
         assert_eq!(sharing.until_ns.get(), 50_000 * US + SHARED_NS.0);
+        // What a wait has seen counts once.
+        sharing.missed(60_000 * US, 3000 * US, false, || 1);
+        let until = sharing.until_ns.get();
+        assert!(sample(61, 96_050) && !sample(500, 96_250));
+        assert_eq!(sharing.until_ns.get(), until);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink, prot_of};
 use ringfence_mem::{Access, Memory};
 use ringfence_sync::{
-    clock::{Clock, MonotonicClock},
+    clock::MonotonicClock,
     wait::{Next, Notify, Wait},
 };
 use ringfence_vhost_user as vhost_user;
@@ -219,10 +219,9 @@ impl Translation {
 fn pause_until(is_over: impl Fn() -> bool, is_given_up: impl Fn() -> bool) -> bool {
     let (begun, mut wait) = (Instant::now(), Wait::new(Notify::Adaptive));
     while !is_over() {
-        let now = MonotonicClock.now_ns();
         // Soon, unless it takes longer than workers do.
-        let soon = || (begun.elapsed() < AWAKE).then_some(now);
-        if wait.step(now, soon) == Next::Look {
+        let soon = || (begun.elapsed() < AWAKE).then_some(0);
+        if wait.step(&MonotonicClock, soon) == Next::Look {
             // A worker that must pass its quiet point may share this CPU.
             std::thread::yield_now();
             continue;

@@ -428,7 +428,7 @@ impl<H: Handler> Server<H> {
                 self.handler.settled();
                 return Ok(true);
             }
-            let spins = self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look;
+            let spins = self.wait.step(&MonotonicClock, || None) == Next::Look;
             let more = spins && backend.is_some_and(|backend| backend.channel.is_open());
             if !more && !mem::replace(&mut settled, true) {
                 self.handler.settled();

@@ -254,7 +254,7 @@ impl DriverQueue {
 
     /// Polls for a moment; false if the caller is to sleep.
     pub(super) fn look_again(&mut self) -> bool {
-        self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look
+        self.wait.step(&MonotonicClock, || None) == Next::Look
     }
 }
 

@@ -60,7 +60,7 @@ fn without_a_rule_a_scene_fails() {
                 continue;
             }
             Property::Nothing => {
-                // Those with more readers are the longest, and neither rule is of several readers.
+                // Those with more readers are the longest, and none of the rules is of several readers.
                 let small = SCENES.iter().filter(|scene| scene.readers.len() < 2 || scene.pages);
                 small.for_each(|scene| explore(&scene.without(rule)));
                 continue;

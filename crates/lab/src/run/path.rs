@@ -149,7 +149,7 @@ impl Path for MemoryPath {
 
     fn wait(&mut self) -> Result<()> {
         let (now, due) = (MonotonicClock.now_ns(), self.due.front().map(|&(at, ..)| at));
-        if self.wait.step(now, || due) == Next::Sleep {
+        if self.wait.step(&MonotonicClock, || due) == Next::Sleep {
             let left = due.map_or(0, |at| at.saturating_sub(now));
             std::thread::sleep(Duration::from_nanos(left));
         }
@@ -225,7 +225,7 @@ impl Path for FilePath {
     }
 
     fn wait(&mut self) -> Result<()> {
-        if self.wait.step(MonotonicClock.now_ns(), || None) == Next::Sleep {
+        if self.wait.step(&MonotonicClock, || None) == Next::Sleep {
             self.io.wait(None).context("io_uring")?;
         }
         Ok(())

@@ -21,7 +21,7 @@ use std::{
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use ringfence_iommu::{Error, Result};
 use ringfence_sync::{
-    clock::{Clock, MonotonicClock},
+    clock::MonotonicClock,
     wait::{Next, Wait},
 };
 
@@ -222,7 +222,7 @@ impl Waiting {
             looks = looks.wrapping_add(1);
             if looks < LOOKS && self.notify != Notify::Sleep {
                 hint::spin_loop();
-            } else if wait.step(MonotonicClock.now_ns(), || None) == Next::Sleep {
+            } else if wait.step(&MonotonicClock, || None) == Next::Sleep {
                 return self.sleep_for(target, transport, watchdog);
             }
         }
