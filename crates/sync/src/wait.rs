@@ -13,7 +13,7 @@
 //! A thread cannot see that others want its CPU, but it can see that they took it: time is missing
 //! between two looks at the ring, and the kernel counts how often a thread lost its CPU
 //! (`ru_nivcsw`, getrusage(2)). The system call that reads the count is made only where time is
-//! missing. After such a loss the thread sleeps in all its waits, but for [`Notify::Poll`], for a while: a millisecond at
+//! missing. After such a loss the thread sleeps in all its waits for a while: a millisecond at
 //! first, and twice as long after each further loss, unless that took next to nothing of the time since
 //! that while.
 
@@ -115,7 +115,7 @@ pub struct Wait {
     spin_ns: u64,
     /// After how many more sleeps it waits awake again, if it does not now; and after how many it does the next time.
     again: (u32, u32),
-    /// The current wait: its beginning, the last look or the end of the yield after it, and how it goes.
+    /// The current wait: its beginning, the last look, and how it goes.
     now: Option<(u64, u64, Going)>,
 }
 
@@ -188,14 +188,14 @@ impl Wait {
         now_ns: u64,
         due_ns: impl FnOnce() -> Option<u64>,
         yields: impl FnOnce() -> u64,
-        lost: impl Fn() -> u64,
+        lost: impl FnOnce() -> u64,
     ) -> Next {
         let (began, last, before) = *self.now.get_or_insert((now_ns, now_ns, Going::Awake));
         let (next, going) = match self.notify {
             Notify::Poll => (Next::Look, Going::Awake),
             Notify::Sleep => (Next::Sleep, Going::Slept),
             Notify::Adaptive => {
-                sharing.missed(now_ns, now_ns.saturating_sub(last), false, &lost);
+                sharing.looked(now_ns, now_ns.saturating_sub(last), lost);
                 let is_soon = || due_ns().is_some_and(|due| due <= now_ns.saturating_add(SPIN_NS));
                 match now_ns.saturating_sub(began) < self.spin_ns {
                     _ if sharing.is_shared(now_ns) => (Next::Sleep, Going::Yielded),
@@ -208,15 +208,13 @@ impl Wait {
         let going = going.max(before);
         match next {
             Next::Look => {
-                let mut looked = now_ns;
                 if sharing.yields(began, now_ns) {
                     // What is waited for may need this very CPU.
-                    looked = yields();
-                    sharing.missed(looked, looked.saturating_sub(now_ns), true, lost);
+                    sharing.came_back(now_ns, yields());
                 } else {
                     core::hint::spin_loop();
                 }
-                self.now = Some((began, looked, going));
+                self.now = Some((began, now_ns, going));
             }
             // Time spent asleep does not count as missing.
             Next::Sleep => self.now = Some((began, u64::MAX, going)),
@@ -276,17 +274,23 @@ impl Sharing {
         now_ns.saturating_sub(began_ns) >= after
     }
 
-    /// For `missing_ns` until now the thread saw nothing, as it had yielded or for another reason. `lost` returns how
-    /// often it has lost its CPU.
-    fn missed(&self, now_ns: u64, missing_ns: u64, yielded: bool, lost: impl Fn() -> u64) {
-        if missing_ns >= GAP_NS {
+    /// The thread has looked in vain, for the first time in `gap_ns`. `lost` returns how often it has lost its CPU.
+    /// (Where it then finds what it waits for, the CPU was probably used for that, as by the kernel's threads that write
+    /// a file.)
+    fn looked(&self, now_ns: u64, gap_ns: u64, lost: impl FnOnce() -> u64) {
+        if gap_ns >= GAP_NS {
             let lost = lost();
             if self.lost.replace(lost) != lost {
-                self.taken(now_ns, missing_ns);
+                self.taken(now_ns, gap_ns);
                 // It does not count a second time, as time in which the thread was ready.
                 self.sample.set((0, 0));
             }
-        } else if yielded && missing_ns >= PARTNER_NS {
+        }
+    }
+
+    /// The thread has yielded at `from_ns`, and runs again.
+    fn came_back(&self, from_ns: u64, now_ns: u64) {
+        if (PARTNER_NS..GAP_NS).contains(&now_ns.saturating_sub(from_ns)) {
             self.partner_until_ns.set(now_ns.saturating_add(PARTNER_FOR_NS));
         }
     }
@@ -514,22 +518,23 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_that_a_yield_gave_away_counts_even_if_the_wait_is_over_then() {
-        for notify in [Notify::Adaptive, Notify::Poll] {
-            let (sharing, mut wait) = (Sharing::new(), Wait::new(notify));
-            assert_eq!(step(&mut wait, &sharing, 0, 0), Next::Look);
-            // Not if the kernel counts none. It is asked once.
-            yields(&mut wait, &sharing, 5, GAP_NS, 0);
-            let asked = || -> u64 { unreachable!("it was asked") };
-            wait.step_on(&sharing, 205 * US, || None, || 205 * US, asked);
-            wait.restart();
-            assert_eq!(step(&mut wait, &sharing, 210 * US, 0), Next::Look);
-            yields(&mut wait, &sharing, 215, PARTNER_NS, 0);
-            yields(&mut wait, &sharing, 220, GAP_NS, 1);
-            wait.found(|| 421 * US);
-            assert!(sharing.is_shared(421 * US) && !sharing.yields(0, YIELD_EARLY_NS));
-            let next = step(&mut wait, &sharing, 430 * US, 1);
-            assert_eq!(next == Next::Look, notify == Notify::Poll);
+    fn a_slice_that_a_yield_gave_away_counts_if_what_is_waited_for_is_not_there_then() {
+        let (sharing, mut wait) = (Sharing::new(), Wait::new(Notify::Adaptive));
+        for (at, lost) in [(0, 0), (10_000, 1)] {
+            assert_eq!(step(&mut wait, &sharing, at * US, lost), Next::Look);
+            yields(&mut wait, &sharing, at + 5, PARTNER_NS, lost);
+            yields(&mut wait, &sharing, at + 10, 3000 * US, lost);
+            match lost {
+                0 => wait.found(|| unreachable!("it has not slept")),
+                _ => {
+                    let next = step(&mut wait, &sharing, (at + 3010) * US, 2);
+                    assert_eq!(next, Next::Sleep);
+                }
+            }
+            // And who took it is no partner.
+            let (is_shared, now) = (lost != 0, (at + 3011) * US);
+            assert_eq!(sharing.is_shared(now), is_shared);
+            assert_eq!(sharing.yields(now, now + YIELD_EARLY_NS), !is_shared);
         }
     }
 
@@ -593,7 +598,7 @@ mod tests {
         assert!(sample(50, 93_050));
         assert_eq!(sharing.until_ns.get(), 50_000 * US + SHARED_NS.0);
         // What a wait has seen counts once.
-        sharing.missed(60_000 * US, 3000 * US, false, || 1);
+        sharing.looked(60_000 * US, 3000 * US, || 1);
         let until = sharing.until_ns.get();
         assert!(sample(61, 96_050) && !sample(500, 96_250));
         assert_eq!(sharing.until_ns.get(), until);
