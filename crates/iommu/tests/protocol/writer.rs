@@ -5,7 +5,8 @@ use super::{rules::Rule, scenes::Scene, state::*};
 /// A step of a writer, named after the function that it stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Act {
-    /// `Table::unmap`, which unlinks a page that it empties (the product's, that it unmaps whole); or `Endpoint::bind` up to its grace period.
+    /// `Table::unmap`, which unlinks a page that it empties (the product's, that it unmaps whole); or
+    /// `Endpoint::bind` up to its grace period.
     Remove,
     /// `Table::take_deferred`.
     TakeDeferred,

@@ -148,9 +148,9 @@ impl Path for MemoryPath {
     }
 
     fn wait(&mut self) -> Result<()> {
-        let (now, due) = (MonotonicClock.now_ns(), self.due.front().map(|&(at, ..)| at));
+        let due = self.due.front().map(|&(at, ..)| at);
         if self.wait.step(&MonotonicClock, || due) == Next::Sleep {
-            let left = due.map_or(0, |at| at.saturating_sub(now));
+            let left = due.map_or(0, |at| at.saturating_sub(MonotonicClock.now_ns()));
             std::thread::sleep(Duration::from_nanos(left));
         }
         Ok(())
