@@ -46,12 +46,10 @@ stty raw -echo <&4
 say opened
 hear go
 for number in $(seq 200); do echo "line $number of the guest's"; done >&4
-# One byte at a time: version 0.1.0 gives a buffer back once for each byte in it, after which no
-# driver goes on.
-for turn in 1 2 3; do
-    say next
-    say byte$turn $(dd bs=1 count=1 <&4)
-done
+# One byte: version 0.1.0 takes all buffers for it, gives the first back, once for each byte in it, and
+# loses the others; with them one that the driver returns before it has looked again.
+say next
+say byte $(dd bs=1 count=1 <&4)
 "#;
     let machine = Qemu::new(Iommu::None).newer().other(&front.socket, 3, 4, 12);
     let mut guest = machine.start(&place, script);
@@ -65,12 +63,9 @@ done
         terminal.read_line(&mut line).unwrap();
         assert_eq!(line.trim_end(), format!("line {number} of the guest's"));
     }
-    for byte in ["x", "y", "z"] {
-        guest.hear("next");
-        terminal.get_mut().write_all(byte.as_bytes()).unwrap();
-    }
-    let output = guest.end();
-    assert_eq!(["byte1", "byte2", "byte3"].map(|name| output.word(name)), ["x", "y", "z"]);
+    guest.hear("next");
+    terminal.get_mut().write_all(b"x").unwrap();
+    assert_eq!(guest.end().word("byte"), "x");
     front.terminate();
 }
 
