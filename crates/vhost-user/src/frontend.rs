@@ -58,7 +58,7 @@ type Result<T> = std::result::Result<T, FrontendError>;
 ///
 /// Requests block until they are replied to or the time-out is over. The protocol has replies to
 /// some requests only; with REPLY_ACK all are acknowledged, so that a request that returned `Ok`
-/// was carried out. Without it, the others return once they are sent.
+/// was carried out. Without it, the others return once they are sent, but for SET_VRING_ENABLE.
 #[derive(Debug)]
 pub struct Frontend {
     link: Arc<Link>,
@@ -383,17 +383,26 @@ impl Frontend {
         self.make(Request::SetVringCall { ring, fd }, call.as_slice())
     }
 
-    /// SET_VRING_ENABLE. Only with [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES); without
-    /// it, rings are enabled from the start.
+    /// SET_VRING_ENABLE; returns when the back end has carried it out, with REPLY_ACK or without:
+    /// there are back ends that lose a kick for a ring that is not enabled yet. Only with
+    /// [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES); without it, rings are enabled from the
+    /// start (rule [D28]).
     ///
     /// # Errors
     /// See [`FrontendError`].
+    ///
+    /// [D28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d28
     pub fn set_vring_enable(&mut self, ring: u16, enabled: bool) -> Result<()> {
         if self.link.state().features & msg::F_PROTOCOL_FEATURES == 0 {
             let (request, feature) = (code::SET_VRING_ENABLE, "PROTOCOL_FEATURES");
             return Err(FrontendError::NotNegotiated { request, feature });
         }
-        self.make(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
+        self.make(Request::SetVringEnable { ring: ring.into(), enabled }, &[])?;
+        if !self.protocol().contains(ProtocolFeatures::REPLY_ACK) {
+            // Requests are carried out in their order, and this one has a reply.
+            self.features()?;
+        }
+        Ok(())
     }
 
     /// IOTLB_MSG: an update or an invalidation; `Ok` once the back end has carried it out. Needs

@@ -7,7 +7,7 @@ use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
     ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, Iotlb,
     ProtocolFeatures, RingAddresses, ServeError, Server, WireError,
-    msg::{Request, code},
+    msg::{Header, Request, code},
 };
 use rustix::event::{EventfdFlags, eventfd};
 use std::{
@@ -16,8 +16,12 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
+    time::Duration,
 };
 
 const RINGS: RingAddresses = RingAddresses { desc: 0x1000, avail: 0x2000, used: 0x3000, log: None };
@@ -118,6 +122,43 @@ fn a_ring_starts_with_its_kick_and_stops_with_the_request_for_its_base() {
             Event::Stop(0),
         ]
     );
+}
+
+#[test]
+fn a_ring_is_enabled_when_the_request_returns_without_acknowledgements_too() {
+    // rule D28
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let enabled = Arc::new(AtomicBool::new(false));
+    let is_enabled = Arc::clone(&enabled);
+    let back = thread::spawn(move || {
+        let mut requests = Vec::new();
+        let mut header = [0; 12];
+        while theirs.read_exact(&mut header).is_ok() {
+            let [request, _, size] =
+                [0, 4, 8].map(|at| u32::from_le_bytes(*header[at..].first_chunk().unwrap()));
+            theirs.read_exact(&mut vec![0; size as usize]).unwrap();
+            requests.push(request);
+            match request {
+                code::SET_VRING_ENABLE => {
+                    thread::sleep(Duration::from_millis(100));
+                    is_enabled.store(true, Ordering::SeqCst);
+                }
+                code::GET_FEATURES => {
+                    let header = Header { request, flags: 1 | 1 << 2, size: 8 };
+                    theirs.write_all(&common::bytes(header, &0_u64.to_ne_bytes())).unwrap();
+                }
+                _ => {}
+            }
+        }
+        requests
+    });
+    let mut front = Frontend::new(common::end(ours), LONG);
+    front.set_features(F_PROTOCOL_FEATURES).unwrap();
+    front.set_vring_enable(0, true).unwrap();
+    assert!(enabled.load(Ordering::SeqCst), "a kick could come first");
+    drop(front);
+    let requests = back.join().unwrap();
+    assert_eq!(requests, [code::SET_FEATURES, code::SET_VRING_ENABLE, code::GET_FEATURES]);
 }
 
 #[test]
