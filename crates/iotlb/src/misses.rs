@@ -165,7 +165,7 @@ struct Waiting {
 }
 
 struct Pending {
-    /// The address that was sent.
+    /// The address that was sent last.
     iova: Iova,
     state: State,
     /// When it was last looked up.
@@ -175,8 +175,9 @@ struct Pending {
     waiters: Few<Waiting>,
     /// The number of the miss when it was first sent.
     number: u64,
-    /// The number of the miss that was refused last.
-    refused: Option<u64>,
+    /// The number of the miss that was refused last, and what of the page was. (The rest may be mapped: a
+    /// front end's pages can be smaller than ours.)
+    refused: Option<(u64, Range)>,
 }
 
 impl Pending {
@@ -355,11 +356,14 @@ impl Misses {
         }
         let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
-        list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
-            (Some(since), _) => pending.refused.is_some_and(|number| since < number),
-            (None, State::Refused { until_ns }) => now_ns() < until_ns && pending.waits(waiter),
-            (None, _) => false,
-        })
+        let Some(pending) = list.pending.get(&key) else { return false };
+        let Some((number, range)) = pending.refused else { return false };
+        range.contains(iova)
+            && match (since, pending.state) {
+                (Some(since), _) => since < number,
+                (None, State::Refused { until_ns }) => now_ns() < until_ns && pending.waits(waiter),
+                (None, _) => false,
+            }
     }
 
     /// Notes that `waiter` waits for `wanted` and leaves in `wanted` what to send now. `there`
@@ -422,8 +426,9 @@ impl Misses {
             }
         };
         if send {
-            // The address that was sent first, so that an update matches the entry.
-            miss.iova = found.iova;
+            // Of several addresses in the page, which may be mapped or not each, those whose waiters look
+            // have their turn.
+            found.iova = iova;
             found.state = State::Sent { at_ns: now_ns };
         }
         found.add(waiter, iova);
@@ -487,7 +492,7 @@ impl Misses {
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             self.refusing.store(true, Ordering::Relaxed);
             pending.state = State::Refused { until_ns };
-            pending.refused = Some(number.unwrap_or(pending.number));
+            pending.refused = Some((number.unwrap_or(pending.number), range));
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             false
         });

@@ -27,7 +27,7 @@ use ringfence_vhost_user::{BackendMessage, Frontend, Iotlb as Message, IotlbHand
 use crate::{
     messages::{self, Served},
     probe::Probe,
-    rig::Setup,
+    rig::{LONG, Setup},
     serving::Serving,
 };
 
@@ -137,10 +137,11 @@ fn access_of(prot: Prot) -> Option<Access> {
     }
 }
 
-/// How an IOTLB of so many entries is set up, which sends a miss again after so many milliseconds.
+/// How an IOTLB of so many entries is set up, which sends a miss again after so many milliseconds. (A front
+/// end that gets no CPU for long refuses nothing.)
 fn config(entries: u64, ms: u64) -> IotlbConfig {
     let again = Duration::from_millis(ms);
-    IotlbConfig { entries, again, seed: Some(1), ..IotlbConfig::default() }
+    IotlbConfig { entries, again, timeout: LONG, seed: Some(1), ..IotlbConfig::default() }
 }
 
 impl Front {
