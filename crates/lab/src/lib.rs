@@ -33,6 +33,7 @@ mod memory;
 pub mod placement;
 pub mod progress;
 mod random;
+mod ranges;
 pub mod replay;
 pub mod report;
 pub mod run;

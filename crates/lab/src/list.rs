@@ -92,16 +92,29 @@ pub const PLAIN: Units = ("", 1);
 pub fn number(
     text: &str,
     what: &str,
+    units: Units,
+    range: RangeInclusive<u64>,
+) -> Result<u64, String> {
+    number_if(text, what, units, range, |_| true)
+}
+
+/// The same, of those that `fit`.
+pub(crate) fn number_if(
+    text: &str,
+    what: &str,
     (units, times): Units,
     range: RangeInclusive<u64>,
+    fit: impl Fn(u64) -> bool,
 ) -> Result<u64, String> {
     let unit = text.chars().last().map(|last| last.to_ascii_lowercase());
     let (digits, factor) = match unit.and_then(|unit| units.find(unit)) {
         Some(power) => (&text[..text.len() - 1], times.pow(power as u32 + 1)),
         None => (text, 1),
     };
-    let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
-    number.filter(|number| range.contains(number)).ok_or_else(|| {
+    // No sign: the standard library's parser would take a `+`.
+    let digits = Some(digits).filter(|digits| !digits.starts_with('+'));
+    let number = digits.and_then(|digits| digits.parse::<u64>().ok()?.checked_mul(factor));
+    number.filter(|number| range.contains(number) && fit(*number)).ok_or_else(|| {
         let [least, most] = [range.start(), range.end()].map(|n| short(*n, (units, times)));
         format!("{text:?} is not a {what} from {least} to {most}")
     })
@@ -114,6 +127,16 @@ pub fn short(n: u64, (units, times): Units) -> String {
         Some((power, unit)) => format!("{}{unit}", n / power),
         None => n.to_string(),
     }
+}
+
+/// Options of which none is given.
+///
+/// # Panics
+/// One of them has no default.
+pub fn defaults<T: clap::Args>() -> T {
+    let command = T::augment_args(clap::Command::new("").no_binary_name(true));
+    let found = command.try_get_matches_from::<_, &str>([]);
+    found.and_then(|found| T::from_arg_matches(&found)).expect("each option has a default")
 }
 
 /// An enumeration with names: those of the command line and of JSON, and others that are understood
@@ -160,9 +183,13 @@ macro_rules! named {
 }
 pub(crate) use named;
 
-/// A number of a range, on the command line by itself: what errors call it, its units, and the range.
+/// A number of a range, on the command line by itself: what errors call it, its units, the range and, if not
+/// all of it will do, which do.
 macro_rules! counted {
     ($(#[$doc:meta])* $name:ident($of:ty), $what:literal, $units:expr, $range:expr) => {
+        $crate::list::counted! { $(#[$doc])* $name($of), $what, $units, $range, |_| true }
+    };
+    ($(#[$doc:meta])* $name:ident($of:ty), $what:literal, $units:expr, $range:expr, $fit:expr) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct $name(pub $of);
@@ -177,7 +204,8 @@ macro_rules! counted {
             type Err = String;
 
             fn from_str(text: &str) -> Result<$name, String> {
-                $crate::list::number(text, $what, $units, $range).map(|n| $name(n as $of))
+                let number = $crate::list::number_if(text, $what, $units, $range, $fit)?;
+                Ok($name(number as $of))
             }
         }
     };

@@ -20,7 +20,8 @@ pub enum Kind {
     Silent,
 }
 
-/// The progress of one run of known length.
+/// The progress of one run of known length. It removes its bar when it is dropped: the run is over, or
+/// was stopped.
 pub struct Progress {
     /// Counts in any case, and draws nothing unless stderr is a terminal.
     bar: ProgressBar,
@@ -103,11 +104,6 @@ impl Progress {
         self.bar.suspend(print);
     }
 
-    /// The run is over, or was stopped: removes the bar.
-    pub fn finish(&self) {
-        self.bar.finish_and_clear();
-    }
-
     /// Time left, by what was done so far; by what was expected until something is done.
     #[cfg(test)]
     fn left(&self) -> Duration {
@@ -143,7 +139,7 @@ impl Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        self.finish();
+        self.bar.finish_and_clear();
     }
 }
 
@@ -189,7 +185,7 @@ mod tests {
         progress.begin("a, off, round 1 of 2");
         progress.step(Duration::from_secs(10));
         progress.note("careful");
-        progress.finish();
+        drop(progress);
         let text = String::from_utf8(shared.0.lock().clone()).unwrap();
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines[0], "4 rounds, about 1:05 min");

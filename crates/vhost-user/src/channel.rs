@@ -165,7 +165,7 @@ impl Channel {
 
     /// Receives some bytes, of several messages perhaps; `None` if there are none now, false if the
     /// peer hung up.
-    fn receive(&self, inbox: &mut Inbox) -> Result<Option<bool>, WireError> {
+    pub(crate) fn receive(&self, inbox: &mut Inbox) -> Result<Option<bool>, WireError> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut data = [IoSliceMut::new(inbox.room())];

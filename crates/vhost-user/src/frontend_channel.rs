@@ -81,7 +81,8 @@ impl FrontendChannel {
 
     /// Waits up to `limit` for a message to begin (`None`: without a limit), and appends all
     /// messages that have arrived by then to `into`, perhaps none; false if the back end has hung
-    /// up. Replying to all of them at once saves a round trip for each.
+    /// up. Replying to all of them at once saves a round trip for each. With a `limit` of zero it waits for
+    /// nothing, not even for the rest of a message.
     ///
     /// # Errors
     /// As [`recv`](Self::recv); the messages before the invalid one are appended.
@@ -90,7 +91,14 @@ impl FrontendChannel {
         limit: Option<Duration>,
         into: &mut Vec<BackendRequest>,
     ) -> Result<bool, WireError> {
-        match self.channel.arrive(&mut self.inbox, false, limit) {
+        let arrived = match limit {
+            // One call takes what is there; to wait would be another.
+            Some(Duration::ZERO) => {
+                self.channel.receive(&mut self.inbox).map(|more| more != Some(false))
+            }
+            limit => self.channel.arrive(&mut self.inbox, false, limit),
+        };
+        match arrived {
             Ok(false) => return Ok(false),
             Err(WireError::TimedOut { .. }) if self.inbox.is_empty() => return Ok(true),
             arrived => _ = arrived?,

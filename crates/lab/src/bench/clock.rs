@@ -116,7 +116,7 @@ pub(crate) fn cpu_time() -> Duration {
 /// # Errors
 /// Those of `step`.
 #[inline]
-pub(super) fn fitting<E>(
+pub(crate) fn fitting<E>(
     budget: Duration,
     mut step: impl FnMut(u64) -> Result<(), E>,
 ) -> Result<(u64, Duration), E> {

@@ -53,8 +53,13 @@ pub trait Measure: clap::Args {
     /// together. Or what all of it needs is not there.
     fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> anyhow::Result<Benchmark>;
 
+    /// How it is printed.
+    const SHEET: &'static report::Sheet;
+
     /// What was measured, for a terminal; all rows with `details`.
-    fn print(&self, benchmark: &Benchmark, details: bool) -> String;
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
+        report::render(benchmark, Self::SHEET, details)
+    }
 }
 
 /// Options as on the command line.

@@ -11,6 +11,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use ringfence_run::worker::Notify;
 use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
 
 use crate::bench::threads;
 
@@ -20,21 +21,14 @@ const START: Duration = Duration::from_secs(60);
 const STANDS_STILL: Duration = Duration::from_secs(60);
 
 /// A folder for sockets, removed when this is dropped.
-pub(crate) struct Folder(pub(crate) PathBuf);
-
-impl Folder {
-    pub(crate) fn new() -> Result<Folder> {
-        let path = std::env::temp_dir().join(format!("ringfence-bench-{}", std::process::id()));
-        fs::create_dir(&path).with_context(|| format!("making {}", path.display()))?;
-        Ok(Folder(path))
-    }
+pub(crate) fn folder() -> Result<TempDir> {
+    tempfile::Builder::new().prefix("ringfence-bench-").tempdir().context("a folder for sockets")
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // What cannot be removed stays.
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// What processes have printed, for an error.
+pub(super) fn last_words(processes: &[Process]) -> String {
+    let words = processes.iter().map(|process| format!(" (it printed: {})", process.last_words()));
+    words.collect()
 }
 
 /// Whether a process listens at a socket, found without connecting to it. The socket's file is

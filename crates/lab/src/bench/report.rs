@@ -78,8 +78,12 @@ pub struct Against {
 
 impl Against {
     /// Ours against each peer: a peer's time over ours.
-    pub const PEERS: Against =
-        Against { ratio: "ratio_to_ringfence", by: "impl", what: "ringfence against", only: "" };
+    pub const PEERS: Against = Against::new("ratio_to_ringfence", "impl", "ringfence against");
+
+    /// All peers, by a figure that is a ratio, a line for each value of `by`; `what` begins it.
+    pub const fn new(ratio: &'static str, by: &'static str, what: &'static str) -> Against {
+        Against { ratio, by, what, only: "" }
+    }
 }
 
 /// A figure of a row.

@@ -26,23 +26,28 @@ pub(super) fn stopped(stop: &Stop) -> bool {
 }
 
 /// What is measured in a round, in the order of turns. Each round reverses the order of the one
-/// before: the second in turn is a percent or two slower, whatever it is.
-pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
+/// before: the second in turn is a percent or two slower, whatever it is. None has a turn once the run is to
+/// end.
+pub(super) fn turns<T>(
+    of: impl IntoIterator<Item = T>,
+    round: u32,
+    stop: &Stop,
+) -> impl Iterator<Item = T> {
     let mut turns: Vec<T> = of.into_iter().collect();
     if round % 2 == 1 {
         turns.reverse();
     }
-    turns
+    turns.into_iter().take_while(|_| !stopped(stop))
 }
 
 /// One of those that take turns.
-pub(super) struct Entrant<K, S> {
+pub(crate) struct Entrant<K, S> {
     /// Which implementation it is, and what else distinguishes it from the others.
-    pub(super) key: K,
+    pub(crate) key: K,
     /// What is measured, or why it is not.
-    pub(super) subject: Result<S, String>,
+    pub(crate) subject: Result<S, String>,
     /// What was measured of it.
-    pub(super) taken: Taken,
+    pub(crate) taken: Taken,
 }
 
 impl<K, S> Entrant<K, S> {
@@ -57,11 +62,11 @@ impl<K, S> Entrant<K, S> {
 }
 
 /// Those that take turns.
-pub(super) struct Contest<K, S>(pub(super) Vec<Entrant<K, S>>);
+pub(crate) struct Contest<K, S>(pub(crate) Vec<Entrant<K, S>>);
 
 impl<K: PartialEq, S> Contest<K, S> {
     /// A contest of what `make` makes.
-    pub(super) fn new(
+    pub(crate) fn new(
         keys: impl IntoIterator<Item = K>,
         mut make: impl FnMut(&K) -> Result<S, String>,
     ) -> Contest<K, S> {
@@ -70,23 +75,20 @@ impl<K: PartialEq, S> Contest<K, S> {
     }
 
     /// Lets all take turns in `repeat` rounds, after one in which caches grow and which does not
-    /// count. What `measure` returns counts only if the round was not stopped: otherwise it has
+    /// count, number 0. What `measure` returns counts only if the round was not stopped: otherwise it has
     /// nothing to compare with. What fails is out, and `failed` is called with it.
-    pub(super) fn run(
+    pub(crate) fn run(
         &mut self,
         repeat: u32,
         stop: &Stop,
-        mut measure: impl FnMut(&mut S) -> anyhow::Result<Sample>,
+        mut measure: impl FnMut(&K, &mut S, u32) -> anyhow::Result<Sample>,
         mut failed: impl FnMut(&K, anyhow::Error),
     ) {
         for round in 0..=repeat {
             let mut samples = Vec::new();
-            for entrant in turns(&mut self.0, round) {
-                if stopped(stop) {
-                    return;
-                }
+            for entrant in turns(&mut self.0, round, stop) {
                 let Ok(subject) = &mut entrant.subject else { continue };
-                match measure(subject) {
+                match measure(&entrant.key, subject, round) {
                     Ok(sample) => samples.push((entrant, sample)),
                     Err(error) => {
                         failed(&entrant.key, error);
@@ -101,17 +103,17 @@ impl<K: PartialEq, S> Contest<K, S> {
     }
 
     /// What was measured of one of them: nothing, if it does not take part.
-    pub(super) fn taken(&self, key: &K) -> &Taken {
+    pub(crate) fn taken(&self, key: &K) -> &Taken {
         self.0.iter().find(|one| one.key == *key).map_or(&NOTHING, |one| &one.taken)
     }
 }
 
 /// What was measured in a turn, by name.
-pub(super) type Sample = Vec<(&'static str, f64)>;
+pub(crate) type Sample = Vec<(&'static str, f64)>;
 
 /// What was measured of one implementation: rounds of named figures.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Taken(BTreeMap<&'static str, Rounds>);
+pub(crate) struct Taken(BTreeMap<&'static str, Rounds>);
 
 /// Of what does not take part.
 pub(super) static NOTHING: Taken = Taken(BTreeMap::new());
@@ -199,12 +201,22 @@ impl Rounds {
 
     /// The median and its interval.
     pub fn interval(&self) -> Interval {
-        Estimate::of(&self.0).into()
+        self.estimate().into()
+    }
+
+    /// The same; `None` if there is no round.
+    pub(crate) fn estimate(&self) -> Option<Estimate> {
+        Estimate::of(&self.0)
     }
 
     /// The rounds' ratios to those of `base`, summarised.
     pub fn ratio_to(&self, base: &Rounds) -> Interval {
-        Estimate::ratio(&self.0, &base.0).into()
+        self.ratio(base).into()
+    }
+
+    /// The same; `None` if there is no round of both.
+    pub(crate) fn ratio(&self, base: &Rounds) -> Option<Estimate> {
+        Estimate::ratio(&self.0, &base.0)
     }
 
     /// The rounds of `f` of both values of a round; rounds that only one side has are left out.
@@ -241,7 +253,7 @@ mod tests {
         let of = |key: &u32| if *key == 3 { Err("too many".to_owned()) } else { Ok((*key, 0)) };
         let mut contest = Contest::new([1, 2, 3], of);
         let mut failed = Vec::new();
-        let measure = |(key, times): &mut (u32, u32)| {
+        let measure = |key: &u32, (_, times): &mut (u32, u32), _| {
             *times += 1;
             anyhow::ensure!(*key == 1 || *times < 3, "it broke");
             Ok(vec![("ns", f64::from(*times)), ("operations", 2.0)])
@@ -259,7 +271,7 @@ mod tests {
         let why = ["it failed", "too many"].map(|why| Some(format!("not measured: {why}")));
         assert_eq!((&notes[0], &notes[1..]), (&None, &why[..]));
         assert!(contest.taken(&4)["ns"].is_empty(), "it does not take part");
-        contest.run(3, &Stop::new(true.into()), |_| unreachable!(), |_, _| unreachable!());
+        contest.run(3, &Stop::new(true.into()), |_, _, _| unreachable!(), |_, _| unreachable!());
         assert_eq!(contest.taken(&1)["ns"].len(), 3);
     }
 }

@@ -107,11 +107,8 @@ impl Interval {
 
 impl From<Option<Estimate>> for Interval {
     fn from(estimate: Option<Estimate>) -> Interval {
-        estimate.map_or(Interval::default(), |estimate| Interval {
-            median: Some(estimate.median),
-            lo: estimate.lo,
-            hi: estimate.hi,
-        })
+        let Some(Estimate { median, lo, hi }) = estimate else { return Interval::default() };
+        Interval { median: Some(median), lo, hi }
     }
 }
 

@@ -135,6 +135,23 @@ pub(super) struct Measured {
     pub(super) ping: [Option<f64>; 2],
 }
 
+impl Measured {
+    /// There is none, for this reason.
+    pub(super) fn failed(why: String) -> Measured {
+        Measured { window: Err(why), ping: [None; 2] }
+    }
+}
+
+/// What `work` gets done on the driver's CPU, with the probe before and after it.
+pub(super) fn measured(
+    cpus: [usize; 2],
+    work: impl FnOnce() -> anyhow::Result<Window>,
+) -> anyhow::Result<Measured> {
+    let before = ping::round_trip_ns(cpus);
+    let window = threads::bound_to(cpus[1], work)?;
+    Ok(Measured { window: Ok(window), ping: [before, ping::round_trip_ns(cpus)] })
+}
+
 /// A figure of each round, where there is one.
 pub(super) type Figures = Vec<Option<f64>>;
 

@@ -250,7 +250,7 @@ impl Reader<'_> {
                 let value = value()?;
                 if value != "crc32c" {
                     let value = quote(value);
-                    let what = "has no effect: every block is checked by crc32c";
+                    let what = "has no effect: every byte read is checked";
                     self.warn(line, format!("verify={value} {what}"));
                 }
             }

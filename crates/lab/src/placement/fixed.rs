@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     allocators::AllocatorKind,
-    bench::{Row, threads},
+    bench::{Row, clock::fitting, threads},
     memory,
     progress::Progress,
     stats::Estimate,
@@ -171,7 +171,7 @@ fn huge_pair(space: &dyn Allocator, size: u64, figures: &mut Map<String, Value>)
     });
     figures.insert("entries".to_owned(), entries);
     space.free(iova, size)?;
-    time(LEAST, || {
+    time(|| {
         let iova = space.alloc(&request)?;
         Ok(space.free(iova, size)?)
     })
@@ -327,7 +327,7 @@ impl Users {
 /// ns of a pair of one page, a thread for each allocator, all at once.
 fn pairs(queues: &[Arc<dyn Allocator>]) -> Result<f64> {
     let times = threads::together(&[], queues.iter().collect(), |_, queue| {
-        time(LEAST, || {
+        time(|| {
             let iova = queue.alloc(&Request::new(GRANULE))?;
             Ok(queue.free(iova, GRANULE)?)
         })
@@ -336,20 +336,10 @@ fn pairs(queues: &[Arc<dyn Allocator>]) -> Result<f64> {
     Ok(times.iter().sum::<f64>() / times.len() as f64)
 }
 
-/// ns of one `op`: over twice as many again and again, until they take `least`.
-fn time(least: Duration, mut op: impl FnMut() -> Result<()>) -> Result<f64> {
-    let mut count = 1u32;
-    loop {
-        let start = Instant::now();
-        for _ in 0..count {
-            op()?;
-        }
-        let elapsed = start.elapsed();
-        if elapsed >= least || count > u32::MAX / 2 {
-            return Ok(elapsed.as_nanos() as f64 / f64::from(count));
-        }
-        count *= 2;
-    }
+/// ns of one `op`.
+fn time(mut op: impl FnMut() -> Result<()>) -> Result<f64> {
+    let (done, took) = fitting(LEAST, |times| (0..times).try_for_each(|_| op()))?;
+    Ok(took.as_nanos() as f64 / done as f64)
 }
 
 #[cfg(test)]
@@ -397,18 +387,5 @@ mod tests {
         // 4 GiB have no room for 4 GiB and more: such rows report that, and are not left out.
         let failed = rows.iter().filter(|row| row.figures.contains_key("failure")).count();
         assert_eq!(failed, 3 * AllocatorKind::ALL.len());
-    }
-
-    #[test]
-    fn time_counts_what_was_done() {
-        let mut done = 0u64;
-        let ns = time(Duration::from_micros(50), || {
-            done += 1;
-            Ok(())
-        });
-        // 1, 2, 4, and so on, until the last of them took long enough.
-        assert!((done + 1).is_power_of_two());
-        assert!(ns.unwrap() * (done.div_ceil(2) as f64) >= 50_000.0 - 1.0);
-        assert!(time(Duration::ZERO, || anyhow::bail!("no")).is_err());
     }
 }

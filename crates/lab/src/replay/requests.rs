@@ -1,18 +1,18 @@
-//! What a policy sends for the recorded operations: the DMA API itself, over a domain that counts,
+//! What a policy sends for the recorded operations: the DMA API itself, over a domain in memory,
 //! by the recording's clock.
 
 use std::sync::{
     Arc,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+    atomic::{AtomicBool, Ordering},
 };
 
 use anyhow::{Context, Result};
 use ringfence_dma::{
-    Device, Direction, DmaBuffer, DmaConfig, Environment, Mapping, OsThreadClock, Policy, TimerKind,
+    Device, Direction, DmaBuffer, DmaConfig, Environment, Mapping, OsThreadClock, Policy, Stats,
+    TimerKind,
 };
 use ringfence_iommu::{
-    Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Range, SoftDomain,
-    SyncToken, Work, pass_on, shootdown::Shootdown, table::Limits,
+    Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
 };
 use ringfence_iova::{Allocator, Aperture, Placement};
 use ringfence_sync::{
@@ -41,57 +41,7 @@ unsafe impl DmaBuffer<GuestPhys> for Recorded<'_> {
     }
 }
 
-type Domain = Arc<Counted>;
-
-/// A domain that counts what is requested of it.
-struct Counted {
-    inner: Arc<SoftDomain<GuestPhys>>,
-    counts: Counts,
-}
-
-/// Elements of lists, and syncs.
-#[derive(Default)]
-struct Counts {
-    maps: AtomicU64,
-    unmaps: AtomicU64,
-    map_syncs: AtomicU64,
-    unmap_syncs: AtomicU64,
-    flushes: AtomicU64,
-}
-
-/// The elements of a list that a domain has looked at: the refused one is the last.
-fn looked_at<R>(done: &Result<R, Partial>, all: usize) -> u64 {
-    done.as_ref().map_or_else(|partial| partial.done + 1, |_| all) as u64
-}
-
-// SAFETY: the inner domain's promise.
-unsafe impl ringfence_iommu::Domain for Counted {
-    type Target = GuestPhys;
-
-    pass_on!(inner: geometry, capabilities, sync_poll, sync_wait, iova_to_phys);
-
-    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
-        let done = self.inner.map_pages(maps);
-        self.counts.maps.fetch_add(looked_at(&done, maps.len()), Ordering::Relaxed);
-        done
-    }
-
-    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
-        let done = self.inner.unmap_pages(ranges, gather);
-        self.counts.unmaps.fetch_add(looked_at(&done, ranges.len()), Ordering::Relaxed);
-        done
-    }
-
-    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken, Error> {
-        let count = match work {
-            Work::Map(_) => &self.counts.map_syncs,
-            Work::Unmap { .. } => &self.counts.unmap_syncs,
-            Work::All => &self.counts.flushes,
-        };
-        count.fetch_add(1, Ordering::Relaxed);
-        self.inner.sync_begin(work)
-    }
-}
+type Domain = Arc<SoftDomain<GuestPhys>>;
 
 /// The devices of a recording, one a domain, and their common clock.
 struct Rig {
@@ -168,7 +118,6 @@ impl Rig {
                 thread_clock: Arc::new(OsThreadClock),
             };
             let allocator = AllocatorKind::Ringfence.make(aperture, Placement::default());
-            let domain = Arc::new(Counted { inner: domain, counts: Counts::default() });
             Device::builder(domain)
                 .allocator(allocator)
                 .config(config)
@@ -219,25 +168,23 @@ impl Rig {
 
     fn row(&self, policy: Policy, timed: bool, failures: u64) -> PolicyRow {
         let in_force = self.devices.last().map_or(policy, |device| device.effective_policy());
-        let sum = |count: fn(&Counts) -> &AtomicU64| {
-            let counts = self.devices.iter().map(|device| &device.domain().counts);
-            counts.map(|counts| count(counts).load(Ordering::Relaxed)).sum::<u64>()
-        };
-        let (map_syncs, unmap_syncs) = (sum(|c| &c.map_syncs), sum(|c| &c.unmap_syncs));
-        let flushes = sum(|c| &c.flushes);
         let stats = || self.devices.iter().map(|device| device.stats());
+        let sum = |count: fn(&Stats) -> u64| stats().map(|stats| count(&stats)).sum::<u64>();
+        let (map_syncs, unmap_syncs) = (sum(|s| s.map_syncs), sum(|s| s.unmap_syncs));
+        let flushes = sum(|s| s.flushes);
         let age_ns = stats().map(|stats| stats.exposure.max_age_ns).max().unwrap_or(0);
         let byte_ns: f64 = stats().map(|stats| stats.exposure.byte_ns as f64).sum();
         PolicyRow {
             policy: policy.name().to_owned(),
             effective_policy: in_force.name().to_owned(),
-            map_requests: sum(|c| &c.maps),
-            unmap_requests: sum(|c| &c.unmaps),
+            map_requests: sum(|s| s.map_calls),
+            // Under `off` an unmap changes no domain.
+            unmap_requests: if in_force == Policy::Off { 0 } else { sum(|s| s.unmaps) },
             syncs: Some(map_syncs + unmap_syncs + flushes),
             map_syncs: Some(map_syncs),
             unmap_syncs: Some(unmap_syncs),
             flushes: Some(flushes),
-            full_queue_flushes: Some(stats().map(|stats| stats.full_queue_flushes).sum()),
+            full_queue_flushes: Some(sum(|s| s.full_queue_flushes)),
             max_deferred_ms: timed.then(|| age_ns as f64 / 1e6),
             max_deferred_bytes: Some(self.most_queued),
             deferred_byte_ms: timed.then(|| byte_ns / 1e6),

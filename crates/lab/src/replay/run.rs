@@ -1,12 +1,6 @@
 //! All of a replay: recordings are read, then each is replayed, allocators in interleaved rounds.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::atomic::Ordering, time::Duration};
 
 use anyhow::{Context, Result, anyhow};
 use ringfence_iova::{Aperture, Request};
@@ -19,13 +13,13 @@ use super::{
     requests::requests,
     space::Space,
     stream::{Allocation, Stream},
-    timing::{Fastest, Round, Script, Server},
+    timing::{Fastest, Script, Server},
 };
 use crate::{
     allocators::AllocatorKind,
+    bench::rounds::{Contest, Sample, Stop},
     progress::{Kind, Progress},
     run::tuning::Tuning,
-    stats::Estimate,
 };
 
 /// Bytes of a granule: what recorded sizes are rounded up to.
@@ -52,7 +46,7 @@ pub struct Ended {
 ///
 /// # Errors
 /// A file cannot be read, or is no recording ([`Usage`](crate::run::Usage)): nothing was replayed.
-pub fn replay(options: &Options, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Ended> {
+pub fn replay(options: &Options, progress: Kind, stop: &Stop) -> Result<Ended> {
     let mut ended = Ended { report: Report::new(options.repeat), failure: None };
     // All of them before the first is replayed: what is wrong with one is reported at once.
     let recordings = read_all(&options.traces, progress, stop, &mut ended.report.warnings)?;
@@ -84,7 +78,7 @@ struct Replay<'a> {
     file: &'a str,
     recording: &'a Recording,
     options: &'a Options,
-    stop: &'a AtomicBool,
+    stop: &'a Stop,
     progress: &'a Progress,
 }
 
@@ -245,55 +239,44 @@ impl Replay<'_> {
     fn time(&self, aperture: Aperture, trace: &mut TraceReport) -> Result<()> {
         let script = Script::new(self.stream(), aperture, self.options.placement.of_ranges());
         let kinds = self.options.allocators.iter().copied().map(Some);
-        let servers: Vec<Server> = std::iter::once(None).chain(kinds).collect();
-        let mut rounds: Vec<Vec<Round>> = Vec::new();
-        let mut fastest: Vec<Fastest> = servers.iter().map(|_| Fastest::new(&script)).collect();
-        'rounds: for number in 0..=self.options.repeat {
-            let mut round = Vec::new();
-            for (server, fastest) in servers.iter().zip(&mut fastest) {
-                let what = server.map_or("the loop alone", AllocatorKind::name);
-                self.begin(&match number {
-                    0 => format!("{what}, warm-up"),
-                    _ => format!("{what}, round {number} of {}", self.options.repeat),
-                });
-                match script.round(*server, fastest, self.stop)? {
-                    Some(figures) => round.push(figures),
-                    // A round in which not all took part compares nothing.
-                    None => break 'rounds,
-                }
-                self.done();
+        let servers = std::iter::once(None).chain(kinds);
+        let mut contest = Contest::new(servers, |_| Ok(Fastest::new(&script)));
+        let mut failure = None;
+        let measure = |server: &Server, fastest: &mut Fastest, round| {
+            if failure.is_some() {
+                return Ok(Sample::new());
             }
-            // The first warms up.
-            if number > 0 {
-                rounds.push(round);
-            }
-        }
-        Self::conclude(&rounds, &fastest, trace);
-        Ok(())
-    }
-
-    /// Figures of complete rounds; the first column is the loop's own.
-    fn conclude(rounds: &[Vec<Round>], fastest: &[Fastest], trace: &mut TraceReport) {
-        let column = |index: usize, figure: fn(&Round) -> f64| -> Vec<f64> {
-            rounds.iter().map(|round| figure(&round[index])).collect()
+            let what = server.map_or("the loop alone", AllocatorKind::name);
+            self.begin(&match round {
+                0 => format!("{what}, warm-up"),
+                _ => format!("{what}, round {round} of {}", self.options.repeat),
+            });
+            let taken = script.round(*server, fastest, self.stop);
+            self.done();
+            Ok(taken.unwrap_or_else(|error| {
+                failure = Some(error);
+                Sample::new()
+            }))
         };
-        let estimate = |index, figure| Estimate::of(&column(index, figure));
-        trace.rounds = rounds.len() as u32;
-        trace.loop_ns_per_op = estimate(0, |round| round.both);
-        // After the recorded guest's row; fewer, if the run was stopped.
-        let ours =
-            trace.allocators.iter().position(|row| row.name == AllocatorKind::Ringfence.name());
-        for (index, row) in trace.allocators.iter_mut().enumerate().skip(1) {
-            row.ns_per_op = estimate(index, |round| round.both);
-            row.alloc_ns = estimate(index, |round| round.alloc);
-            row.free_ns = estimate(index, |round| round.free);
-            row.p99_ns = estimate(index, |round| round.p99);
-            row.worst_ns = estimate(index, |round| round.worst);
-            row.worst_steady_ns = fastest[index].longest();
-            let both = |index| column(index, |round| round.both);
-            row.ratio_to_ringfence =
-                ours.and_then(|ours| Estimate::ratio(&both(index), &both(ours)));
+        contest.run(self.options.repeat, self.stop, measure, |_, _| {});
+        if let Some(error) = failure {
+            return Err(error);
         }
+        trace.rounds = contest.taken(&None)["both"].len() as u32;
+        trace.loop_ns_per_op = contest.taken(&None)["both"].estimate();
+        let ours = &contest.taken(&Some(AllocatorKind::Ringfence))["both"];
+        // After the recorded guest's row; fewer, if the run was stopped.
+        for (row, one) in trace.allocators.iter_mut().zip(&contest.0).skip(1) {
+            let estimate = |figure| one.taken[figure].estimate();
+            row.ns_per_op = estimate("both");
+            row.alloc_ns = estimate("alloc");
+            row.free_ns = estimate("free");
+            row.p99_ns = estimate("p99");
+            row.worst_ns = estimate("worst");
+            row.worst_steady_ns = one.subject.as_ref().ok().and_then(Fastest::longest);
+            row.ratio_to_ringfence = one.taken["both"].ratio(ours);
+        }
+        Ok(())
     }
 
     fn begin(&self, what: &str) {

@@ -28,14 +28,11 @@ What each policy sends for the same mappings:
 /// All of it.
 pub fn render(report: &Report) -> String {
     let mut out = String::new();
-    let host = &report.host;
+    let interrupted = if report.interrupted { "; interrupted" } else { "" };
     out.push_str(&wrap(&format!(
-        "{} rounds; {} CPUs, {}, Linux {}{}",
+        "{} rounds; {}{interrupted}",
         report.rounds,
-        host.cpus,
-        bytes(host.memory_bytes),
-        plain(&host.kernel),
-        if report.interrupted { "; interrupted" } else { "" },
+        report.host.describe()
     )));
     for trace in &report.traces {
         out.push('\n');

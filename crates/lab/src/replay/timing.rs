@@ -11,12 +11,10 @@ use std::{
 };
 
 use anyhow::{Result, anyhow};
-use ringfence_iova::{
-    AllocError, Allocator, Aperture, FreeError, Placement, Request, ReserveError, Stats,
-};
+use ringfence_iova::{Allocator, Aperture, FreeError, Placement, Request};
 
 use super::stream::Stream;
-use crate::{allocators::AllocatorKind, stats::Latencies};
+use crate::{allocators::AllocatorKind, bench::rounds::Sample, stats::Latencies};
 
 /// A pass of fewer operations is repeated, so that a round takes long enough to be timed.
 const FEWEST_OPS: usize = 20_000;
@@ -51,21 +49,6 @@ struct SlotRange {
 /// What serves the operations: an allocator, or none, for what the loop itself takes.
 pub(super) type Server = Option<AllocatorKind>;
 
-/// What a round found, nanoseconds.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Round {
-    /// An operation, allocations and frees together.
-    pub(super) both: f64,
-    /// An allocation; NaN if there is none.
-    pub(super) alloc: f64,
-    /// A free; NaN if there is none.
-    pub(super) free: f64,
-    /// 99 of 100 operations took no longer.
-    pub(super) p99: f64,
-    /// The slowest operation.
-    pub(super) worst: f64,
-}
-
 /// Of every operation, the shortest time that any round found: what it takes by itself. A single
 /// round's slowest operations are those that the machine interrupted.
 pub(super) struct Fastest(Vec<u32>);
@@ -97,7 +80,10 @@ impl Script {
         }
     }
 
-    /// One round: both kinds of pass. `None` if it was stopped.
+    /// One round: both kinds of pass. What it found, nanoseconds: for an operation, allocations and frees
+    /// together (`both`), an allocation (`alloc`), a free (`free`; NaN if there is none, as `alloc`), how
+    /// long 99 of 100 operations took at most (`p99`), and the slowest (`worst`). Nothing of it counts if
+    /// it was stopped.
     ///
     /// # Errors
     /// An allocator refused to take back what it had handed out.
@@ -106,24 +92,22 @@ impl Script {
         server: Server,
         fastest: &mut Fastest,
         stop: &AtomicBool,
-    ) -> Result<Option<Round>> {
-        let both = self.unclocked(server, stop)?;
-        match both {
-            Some(both) if server.is_some() => self.clocked(both, server, fastest, stop),
-            both => Ok(both.map(|both| Round { both, ..Round::default() })),
+    ) -> Result<Sample> {
+        let mut sample = vec![("both", self.unclocked(server, stop)?)];
+        if server.is_some() && !stop.load(Ordering::Relaxed) {
+            sample.extend(self.clocked(server, fastest, stop)?);
         }
+        Ok(sample)
     }
 
+    /// An allocator for each domain, or none.
     fn serve(&self, server: Server) -> Vec<Box<dyn Allocator>> {
-        let one = |_| match server {
-            Some(kind) => kind.make(self.aperture, self.placement),
-            None => Box::new(Nothing) as Box<dyn Allocator>,
-        };
-        (0..self.domains).map(one).collect()
+        let one = |kind: AllocatorKind| kind.make(self.aperture, self.placement);
+        server.iter().flat_map(|kind| (0..self.domains).map(move |_| one(*kind))).collect()
     }
 
     /// Nanoseconds an operation.
-    fn unclocked(&self, server: Server, stop: &AtomicBool) -> Result<Option<f64>> {
+    fn unclocked(&self, server: Server, stop: &AtomicBool) -> Result<f64> {
         let passes = FEWEST_OPS.div_ceil(self.steps.len()).min(MOST_PASSES);
         let mut spent = Duration::ZERO;
         for _ in 0..passes {
@@ -132,26 +116,20 @@ impl Script {
             let begun = Instant::now();
             for steps in self.steps.chunks(BETWEEN_LOOKS) {
                 for step in steps {
-                    let allocator = &*allocators[usize::from(step.domain)];
+                    let allocator = allocators.get(usize::from(step.domain)).map(Box::as_ref);
                     take(step, allocator, &mut held[step.slot as usize])
                         .map_err(|error| refused(server, error))?;
                 }
                 if stop.load(Ordering::Relaxed) {
-                    return Ok(None);
+                    break;
                 }
             }
             spent += begun.elapsed();
         }
-        Ok(Some(spent.as_nanos() as f64 / (self.steps.len() * passes) as f64))
+        Ok(spent.as_nanos() as f64 / (self.steps.len() * passes) as f64)
     }
 
-    fn clocked(
-        &self,
-        both: f64,
-        server: Server,
-        fastest: &mut Fastest,
-        stop: &AtomicBool,
-    ) -> Result<Option<Round>> {
+    fn clocked(&self, server: Server, fastest: &mut Fastest, stop: &AtomicBool) -> Result<Sample> {
         let allocators = self.serve(server);
         let mut held = vec![SlotRange::default(); self.slots];
         let clock = clock_cost();
@@ -162,7 +140,7 @@ impl Script {
         let chunks = self.steps.chunks(BETWEEN_LOOKS).zip(fastest.0.chunks_mut(BETWEEN_LOOKS));
         for (steps, fastest) in chunks {
             for (step, fastest) in steps.iter().zip(fastest) {
-                let allocator = &*allocators[usize::from(step.domain)];
+                let allocator = allocators.get(usize::from(step.domain)).map(Box::as_ref);
                 let held = &mut held[step.slot as usize];
                 let begun = Instant::now();
                 let done = take(step, allocator, held);
@@ -177,22 +155,27 @@ impl Script {
                 *fastest = (*fastest).min(u32::try_from(ns).unwrap_or(u32::MAX - 1));
             }
             if stop.load(Ordering::Relaxed) {
-                return Ok(None);
+                break;
             }
         }
         let mean = |(count, sum): (u64, u64)| sum as f64 / count as f64;
-        Ok(Some(Round {
-            both,
-            alloc: mean(sums[0]),
-            free: mean(sums[1]),
-            p99: all.quantile(0.99) as f64,
-            worst: worst as f64,
-        }))
+        Ok(vec![
+            ("alloc", mean(sums[0])),
+            ("free", mean(sums[1])),
+            ("p99", all.quantile(0.99) as f64),
+            ("worst", worst as f64),
+        ])
     }
 }
 
+/// Carries out an operation, unless there is no allocator.
 #[inline]
-fn take(step: &Step, allocator: &dyn Allocator, held: &mut SlotRange) -> Result<(), FreeError> {
+fn take(
+    step: &Step,
+    allocator: Option<&dyn Allocator>,
+    held: &mut SlotRange,
+) -> Result<(), FreeError> {
+    let Some(allocator) = allocator else { return Ok(()) };
     if step.size == 0 {
         return match held.size {
             0 => Ok(()),
@@ -219,30 +202,6 @@ fn clock_cost() -> Duration {
     costs[costs.len() / 2]
 }
 
-/// An allocator that does nothing.
-struct Nothing;
-
-impl Allocator for Nothing {
-    fn alloc(&self, _: &Request) -> Result<u64, AllocError> {
-        Ok(4096)
-    }
-    fn free(&self, _: u64, _: u64) -> Result<(), FreeError> {
-        Ok(())
-    }
-    fn reserve(&self, _: u64, _: u64) -> Result<(), ReserveError> {
-        Ok(())
-    }
-    fn check_free(&self, _: u64, _: u64) -> Result<(), FreeError> {
-        Ok(())
-    }
-    fn granule(&self) -> u64 {
-        4096
-    }
-    fn stats(&self) -> Stats {
-        Stats::default()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -256,17 +215,19 @@ mod tests {
         for kind in AllocatorKind::ALL {
             let mut fastest = Fastest::new(&script);
             assert_eq!(fastest.longest(), None);
-            let round = script.round(Some(kind), &mut fastest, &go).unwrap().unwrap();
-            assert_eq!(fastest.longest(), Some(round.worst));
-            script.round(Some(kind), &mut fastest, &go).unwrap().unwrap();
-            assert!(fastest.longest().unwrap() <= round.worst);
-            for ns in [round.both, round.alloc, round.free, round.p99, round.worst] {
-                assert!(ns.is_finite() && ns >= 0.0, "{kind}: {round:?}");
+            let round = script.round(Some(kind), &mut fastest, &go).unwrap();
+            let [both, alloc, free, p99, worst] = round[..] else { panic!("{round:?}") };
+            assert_eq!(fastest.longest(), Some(worst.1));
+            script.round(Some(kind), &mut fastest, &go).unwrap();
+            assert!(fastest.longest().unwrap() <= worst.1);
+            for (name, ns) in [both, alloc, free, p99, worst] {
+                assert!(ns.is_finite() && ns >= 0.0, "{kind}, {name}: {round:?}");
             }
-            assert!(round.p99 <= round.worst * 1.001, "{kind}: {round:?}");
+            assert!(p99.1 <= worst.1 * 1.001, "{kind}: {round:?}");
         }
         let mut fastest = Fastest::new(&script);
-        assert!(script.round(None, &mut fastest, &go).unwrap().unwrap().both > 0.0);
+        let round = script.round(None, &mut fastest, &go).unwrap();
+        assert!(matches!(round[..], [("both", ns)] if ns > 0.0), "{round:?}");
     }
 
     #[test]
@@ -276,7 +237,7 @@ mod tests {
         let stop = AtomicBool::new(true);
         let mut fastest = Fastest::new(&script);
         let server = Some(AllocatorKind::RbTree);
-        assert!(script.round(server, &mut fastest, &stop).unwrap().is_none());
+        script.round(server, &mut fastest, &stop).unwrap();
         assert_eq!(fastest.longest(), None);
     }
 }

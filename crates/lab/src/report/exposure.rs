@@ -43,19 +43,6 @@ pub struct Exposure {
     pub late_releases: u64,
 }
 
-/// The exposure in one round.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ExposureSample {
-    /// The longest that unmapped memory stayed reachable, ns.
-    pub max_ns: u64,
-    /// Bytes times ns.
-    pub byte_ns: u128,
-    /// Bytes mapped, all of which were unmapped.
-    pub mapped_bytes: u64,
-    /// Ranges that stayed reachable longer than the requested bound.
-    pub late_releases: u64,
-}
-
 impl Exposure {
     /// From the rounds of a row. `None`: none of its I/O goes through the DMA API.
     pub(super) fn new(row: &PolicyRounds) -> Option<Exposure> {
@@ -76,9 +63,9 @@ impl Exposure {
         let late_releases =
             samples().fold(0, |sum: u64, sample| sum.saturating_add(sample.late_releases));
         let counted = matches!(reach, Reach::None | Reach::Flush) && samples().next().is_some();
-        let max_ns = samples().map(|sample| sample.max_ns).max().unwrap_or(0);
-        let byte_ns = samples().map(|sample| sample.byte_ns).fold(0, u128::saturating_add);
-        let mapped: f64 = samples().map(|sample| sample.mapped_bytes as f64).sum();
+        let max_ns = samples().map(|sample| sample.exposure.max_age_ns).max().unwrap_or(0);
+        let byte_ns = samples().map(|sample| sample.exposure.byte_ns).fold(0, u128::saturating_add);
+        let mapped: f64 = samples().map(|sample| sample.bytes as f64).sum();
         let byte_ms = byte_ns as f64 / 1e6;
         Some(Exposure {
             reach,
@@ -104,20 +91,22 @@ fn promises_none(policy: &str) -> bool {
 /// Whether memory was reached, or was reachable, after it was unmapped.
 fn reached(round: &Sample) -> bool {
     round.stale.is_some_and(|stale| stale.accesses > 0)
-        || round.exposure.is_some_and(|exposure| exposure.byte_ns > 0)
+        || round.exposure.is_some_and(|dma| dma.exposure.byte_ns > 0)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::report::StaleWindow;
+    use ringfence_dma::Stats;
 
     const MIB: u64 = 1 << 20;
 
     fn round(byte_ns: u128, max_ns: u64) -> Sample {
-        let exposure =
-            ExposureSample { max_ns, byte_ns, mapped_bytes: 512 * MIB, late_releases: 1 };
-        Sample { exposure: Some(exposure), ..Sample::default() }
+        let mut counted = Stats::default();
+        (counted.exposure.max_age_ns, counted.exposure.byte_ns) = (max_ns, byte_ns);
+        (counted.bytes, counted.late_releases) = (512 * MIB, 1);
+        Sample { exposure: Some(counted), ..Sample::default() }
     }
 
     fn row(policy: &str, effective: &str, rounds: Vec<Sample>) -> PolicyRounds {
@@ -186,7 +175,7 @@ mod tests {
 
     #[test]
     fn nothing_mapped_is_no_division_by_zero() {
-        let nothing = Sample { exposure: Some(ExposureSample::default()), ..Sample::default() };
+        let nothing = Sample { exposure: Some(Stats::default()), ..Sample::default() };
         let found = Exposure::new(&row("lazy-sq", "", vec![nothing])).unwrap();
         assert_eq!((found.byte_ms, found.byte_ms_per_gib), (Some(0.0), None));
         let none = Exposure::new(&row("lazy-sq", "", vec![Sample::default()])).unwrap();

@@ -32,7 +32,7 @@ mod waits;
 mod sample;
 
 pub use bounce::BounceSample;
-pub use exposure::{Exposure, ExposureSample, Reach};
+pub use exposure::{Exposure, Reach};
 pub use waits::{SyncWaits, Waited, WaitsSample};
 
 /// Name and version of the JSON contract.
@@ -60,22 +60,16 @@ pub struct Comparison {
     /// Notify mode: `adaptive`, `poll` or `sleep`.
     pub notify: String,
     /// The allocators of I/O virtual addresses, as requested, in order.
-    #[serde(default)]
     pub allocators: Vec<String>,
     /// Where the default allocator put ranges.
-    #[serde(default)]
     pub placement: String,
     /// Bits of an I/O virtual address.
-    #[serde(default)]
     pub aperture_bits: u32,
     /// Ranges of I/O virtual addresses that were taken before the run, and kept.
-    #[serde(default)]
     pub live_ranges: u32,
     /// How policies were carried out, as far as it was requested.
-    #[serde(default)]
     pub tuning: Tuning,
     /// Busy threads that ran beside every row.
-    #[serde(default)]
     pub load_threads: u32,
     /// Rounds requested (an interrupted run has fewer: see each job's `rounds`).
     pub rounds: u32,
@@ -219,7 +213,6 @@ pub struct PolicyResult {
     /// Lookups of the device's IOTLB.
     pub iotlb: Option<Iotlb>,
     /// The part of their time for which the busy threads beside it got a CPU.
-    #[serde(default)]
     pub load_fraction: Option<f64>,
     /// I/Os that failed or returned wrong bytes.
     pub errors: u64,
@@ -268,7 +261,6 @@ pub struct Iotlb {
     /// Lookups served by the table.
     pub misses: u64,
     /// Invalidations that the virtio-iommu waited for, one for requests that came together.
-    #[serde(default)]
     pub invalidations: u64,
 }
 
@@ -295,8 +287,9 @@ pub struct Sample {
     pub kicks: Option<u64>,
     /// The probe's findings.
     pub stale: Option<StaleWindow>,
-    /// The DMA API's count of what stayed reachable.
-    pub exposure: Option<ExposureSample>,
+    /// What the DMA API had counted at its very end, of which the report takes what stayed reachable:
+    /// after the last flush, when all that was mapped is unmapped and nothing is queued any more.
+    pub exposure: Option<ringfence_dma::Stats>,
     /// What was copied in bounce slots.
     pub bounce: Option<BounceSample>,
     /// Lookups of the device's IOTLB.

@@ -127,12 +127,13 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
             // Four ms each with a queue per CPU, half a second with a single one.
             let ns = if policy.contains("mq") { 4_000_000 } else { 500_000_000 };
             let mapped_bytes = ios * block;
-            ExposureSample {
-                max_ns: if lazy { ns * 51 / 20 } else { 0 },
-                byte_ns: if lazy { u128::from(mapped_bytes) * u128::from(ns) } else { 0 },
-                mapped_bytes,
-                late_releases: 0,
+            let mut counted = ringfence_dma::Stats::default();
+            counted.bytes = mapped_bytes;
+            if lazy {
+                counted.exposure.max_age_ns = ns * 51 / 20;
+                counted.exposure.byte_ns = u128::from(mapped_bytes) * u128::from(ns);
             }
+            counted
         }),
         iotlb: protected.then_some(Iotlb { hits: 900_000, misses: 1000, invalidations: 50 }),
         load: Some(0.5),

@@ -1,6 +1,7 @@
 //! Rounds: every row once, then every row again.
 
 use std::{
+    collections::BTreeMap,
     sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
@@ -14,12 +15,11 @@ use super::{
     Options, Row, Usage,
     device::{DiskKind, open_disk},
     engine::{self, Control, Counted, JobClone, Phase},
-    figures::{Conducted, bounce_sample, exposure_sample, iommu_sample},
+    figures::{Conducted, bounce_sample, iommu_sample},
     link::{Link, LinkPath, local_buffers},
     load::Load,
     path::{FilePath, MemoryPath},
     plan::Plan,
-    pool::Pool,
     probe::Found,
     row::Line,
     target::{Content, DiskChoice, Target},
@@ -158,7 +158,6 @@ pub fn compare(
         }
     }
     ended.comparison.interrupted = stop.load(Ordering::Relaxed);
-    progress.finish();
     Ok(ended)
 }
 
@@ -275,7 +274,7 @@ impl Stage<'_> {
                 // The same I/Os for all rows of a round, others in the next.
                 workload: Workload::new(job, number, u64::from(round)),
                 runtime_ns: runtime.map_or(u64::MAX, |time| time.as_nanos() as u64),
-                buffers: Pool::default(),
+                buffers: BTreeMap::new(),
             })
         });
         let threads = usize::from(threads);
@@ -375,7 +374,7 @@ impl Stage<'_> {
             let slots = pools.stats().slots;
             ensure!(slots == 0, "{slots} bounce slots were not given back: {:?}", pools.holders());
         }
-        let exposure = protected.then(|| exposure_sample(&dma.stats()));
+        let exposure = protected.then(|| dma.stats());
         let pool_bytes = dma.pools().map(|pools| pools.stats().peak_bytes);
         let explain = dma.choices().map(|choices| choices.to_string());
         let fallback = dma.fallback().map(|why| why.to_string());
@@ -389,9 +388,9 @@ impl Stage<'_> {
         let report = link.close()?;
         // Nothing is unmapped while it runs, so there is nothing to probe.
         let probed = exposure.filter(|_| !plan.row.stays_mapped());
-        let stale = probed.map(|exposure| StaleWindow {
+        let stale = probed.map(|counted| StaleWindow {
             max_ms: found.max_ns as f64 / 1e6,
-            byte_ms: exposure.byte_ns as f64 / 1e6,
+            byte_ms: counted.exposure.byte_ns as f64 / 1e6,
             accesses: found.accesses,
             probes: found.probes,
         });
@@ -438,7 +437,7 @@ impl Stage<'_> {
         let mut buffers = buffers.into_iter();
         for clone in clones.iter_mut().flatten() {
             let own = buffers.by_ref().take(self.jobs[clone.job].iodepth as usize);
-            clone.buffers = Pool::new(own.collect());
+            clone.buffers = (0..).zip(own).collect();
         }
         let threads = paths.len() as u32;
         let (jobs, content) = (self.jobs.len(), self.content);

@@ -3,7 +3,7 @@
 //! Ordering: flags and counts by which the threads of a run agree that it is over.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
     time::Duration,
 };
@@ -16,7 +16,6 @@ use ringfence_sync::clock::{Clock, MonotonicClock};
 
 use super::{
     path::{Completed, Path},
-    pool::Pool,
     target::Content,
 };
 use crate::{
@@ -83,8 +82,18 @@ pub(crate) struct JobClone {
     pub(crate) workload: Workload,
     /// How long it runs from the beginning of the measured part, if not until its end.
     pub(crate) runtime_ns: u64,
-    /// A buffer for each I/O in flight.
-    pub(crate) buffers: Pool,
+    /// Those buffers that are not in flight, numbered in the order of their addresses.
+    pub(crate) buffers: BTreeMap<u32, PagedBuffer>,
+}
+
+/// Takes a free buffer for `op`, and its number; `None` if all are in flight. Reads take the lowest and
+/// writes the highest, so that I/Os of one kind that are started together have neighbours where
+/// there are any, as an allocator by address gives them.
+fn take<B>(buffers: &mut BTreeMap<u32, B>, op: Op) -> Option<(u32, B)> {
+    match op {
+        Op::Read => buffers.pop_first(),
+        Op::Write => buffers.pop_last(),
+    }
 }
 
 /// What one thread counted of one job, in the measured phase.
@@ -157,7 +166,6 @@ pub(crate) fn run(
     if result.is_err() {
         control.failed.store(true, Ordering::Release);
     }
-    control.finished.fetch_add(1, Ordering::Release);
     result
 }
 
@@ -248,16 +256,12 @@ impl Runner<'_> {
                 if self.complete(token, data, ok, now, phase == Phase::Measured) {
                     path.give_back(token);
                     let task = &self.tasks[token as usize];
-                    self.clones[task.clone].buffers.put(task.buffer, buffer);
+                    self.clones[task.clone].buffers.insert(task.buffer, buffer);
                     ready.push_back(token);
                 } else {
                     again.push((token, buffer));
                 }
             }
-        }
-        if exhausted {
-            // Counted once more when the thread ends.
-            self.control.finished.fetch_sub(1, Ordering::Release);
         }
         // It ends in no other phase.
         let ended = ended.unwrap_or_default();
@@ -280,7 +284,7 @@ impl Runner<'_> {
         }
         let Some(io) = clone.workload.next() else { return Ok(false) };
         // As many buffers as tasks: there is one for each that is ready.
-        let Some((number, mut buffer)) = clone.buffers.take(io.op) else {
+        let Some((number, mut buffer)) = take(&mut clone.buffers, io.op) else {
             bail!("a job has more I/O under way than buffers");
         };
         task.io = io;
@@ -352,5 +356,25 @@ impl Runner<'_> {
             counted.latency.record(now_ns.saturating_sub(task.started_ns));
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_take_the_lowest_and_writes_the_highest_free_buffer() {
+        let mut buffers: BTreeMap<u32, ()> = (0..130).map(|number| (number, ())).collect();
+        let mut taken = |op| take(&mut buffers, op).map(|(number, ())| number);
+        let wanted = [(Op::Read, 0), (Op::Write, 129), (Op::Read, 1), (Op::Write, 128)];
+        for (op, number) in wanted {
+            assert_eq!(taken(op), Some(number));
+        }
+        buffers.extend([(0, ()), (129, ())]);
+        assert_eq!(take(&mut buffers, Op::Read), Some((0, ())));
+        assert_eq!(take(&mut buffers, Op::Write), Some((129, ())));
+        buffers.clear();
+        assert_eq!(take(&mut buffers, Op::Read), None);
     }
 }

@@ -8,7 +8,7 @@ use ringfence_virtio_iommu::driver::Stats as IommuStats;
 use super::engine::{Counted, Ran};
 use crate::{
     job::Job,
-    report::{BounceSample, ExposureSample, IommuSample, Sample, WaitsSample},
+    report::{BounceSample, IommuSample, Sample, WaitsSample},
     stats::Latencies,
 };
 
@@ -143,17 +143,6 @@ pub(super) fn bounce_sample(stock: &[Stock; 2], share: f64, pool_bytes: u64) -> 
         pool_bytes,
         // As many as there are at any moment of the measured part.
         taken_bytes: dma1.taken_bytes,
-    }
-}
-
-/// The exposure in a round, counted at its very end: after the last flush, when all that was mapped
-/// is unmapped and nothing is queued any more.
-pub(super) fn exposure_sample(dma: &DmaStats) -> ExposureSample {
-    ExposureSample {
-        max_ns: dma.exposure.max_age_ns,
-        byte_ns: dma.exposure.byte_ns,
-        mapped_bytes: dma.bytes,
-        late_releases: dma.late_releases,
     }
 }
 

@@ -34,7 +34,7 @@ use super::{
     standing::{Memory, StandingPath},
     viommu::{Behind, GUEST_BASE, Setup, front_end, start_ring},
 };
-use crate::random::XorShift;
+use crate::random::SplitMix;
 
 /// On average one map and one unmap call in so many is timed.
 const SAMPLE_EVERY: u32 = 64;
@@ -187,7 +187,7 @@ pub(crate) fn scatter(ram: &Arc<GuestRam>, lens: &[usize], run: usize) -> Result
     // Each run is a mapping of its own, and the kernel bounds these (vm.max_map_count, 65,530).
     let run = run.max(pages.div_ceil(MOST_RUNS)).max(1);
     let mut runs: Vec<usize> = (0..pages).step_by(run).collect();
-    XorShift(0x9e37_79b9_7f4a_7c15).shuffle(&mut runs);
+    SplitMix(0x9e37_79b9_7f4a_7c15).shuffle(&mut runs);
     let frames: Vec<u64> = runs
         .into_iter()
         .flat_map(|start| start..(start + run).min(pages))

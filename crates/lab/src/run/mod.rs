@@ -35,7 +35,6 @@ mod mapped;
 mod options;
 mod path;
 mod plan;
-mod pool;
 mod probe;
 pub(crate) mod process;
 mod proxied;

@@ -84,6 +84,13 @@ struct Aim {
     bounced: bool,
 }
 
+impl Aim {
+    /// A request of such a kind for what is mapped.
+    fn of(kind: blk::Kind, mapping: &Mapping<Vec<PagedBuffer>>) -> Aim {
+        Aim { kind, segment: mapping.segments()[0], bounced: mapping.is_bounced() }
+    }
+}
+
 /// What the probe found so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Found {
@@ -159,14 +166,13 @@ impl Probe {
         let mapping =
             dma.map(vec![buffer], Direction::FromDevice).context("mapping the probe's page")?;
         self.begun += 1;
-        let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
-        self.state = if self.begun.is_multiple_of(BY_DISK) && !bounced {
-            let aim = Aim { kind: blk::Kind::In, segment, bounced };
+        self.state = if self.begun.is_multiple_of(BY_DISK) && !mapping.is_bounced() {
+            let aim = Aim::of(blk::Kind::In, &mapping);
             submit(queue, aim)?;
             queue.unmap_foreign(mapping);
             State::Unmapping { aim, reads: true }
         } else {
-            submit(queue, Aim { kind: blk::Kind::GetId, segment, bounced })?;
+            submit(queue, Aim::of(blk::Kind::GetId, &mapping))?;
             State::Warm { mapping }
         };
         Ok(())
@@ -177,8 +183,7 @@ impl Probe {
         match std::mem::replace(&mut self.state, State::Broken) {
             State::Warm { mapping } => {
                 anyhow::ensure!(ok, "the device refused the probe's page while it was mapped");
-                let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
-                let aim = Aim { kind: blk::Kind::GetId, segment, bounced };
+                let aim = Aim::of(blk::Kind::GetId, &mapping);
                 queue.unmap_foreign(mapping);
                 self.state = State::Unmapping { aim, reads: false };
             }

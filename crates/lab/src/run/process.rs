@@ -7,10 +7,10 @@ use std::{
         unix::process::CommandExt,
     },
     process::{Child, Command, ExitStatus, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, ensure};
 use parking_lot::Mutex;
 use ringfence_run::worker::Notify;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -85,26 +85,17 @@ impl Process {
         time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
     }
 
-    /// Reads the report and waits for the end, both within a time limit.
+    /// Reads the report, which begins within the time limit, and waits for the end.
     pub(crate) fn finish(&mut self) -> Result<Report> {
-        let deadline = Instant::now() + REPLY_TIMEOUT;
+        let child = self.child.get_mut();
+        let mut report = child.stdout.take().context("its report was read")?;
+        ensure!(arrives(&report)?, "the device process does not end");
         let mut text = Vec::new();
-        if let Some(mut report) = self.child.get_mut().stdout.take() {
-            if !arrives(&report)? {
-                bail!("the device process does not end");
-            }
-            report.read_to_end(&mut text)?;
-        }
-        while Instant::now() < deadline {
-            if let Some(status) = self.child.get_mut().try_wait()? {
-                if !status.success() {
-                    bail!("the device process failed: {status}");
-                }
-                return serde_json::from_slice(&text).context("the device process's report");
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        bail!("the device process does not end")
+        // This ends when the process does.
+        report.read_to_end(&mut text)?;
+        let status = child.wait()?;
+        ensure!(status.success(), "the device process failed: {status}");
+        serde_json::from_slice(&text).context("the device process's report")
     }
 }
 

@@ -6,14 +6,15 @@ use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
 use ringfence_run::worker::Notify;
 use ringfence_vhost_user::Frontend;
+use tempfile::TempDir;
 
 use super::process::{REPLY_TIMEOUT, arrives};
-use crate::bench::process::{Folder, Process};
+use crate::bench::process::{Process, folder};
 
 /// A running proxy, which ends when this is dropped.
 pub(crate) struct Proxied {
     pub(crate) process: Mutex<Process>,
-    _folder: Folder,
+    _folder: TempDir,
 }
 
 impl Proxied {
@@ -22,8 +23,8 @@ impl Proxied {
     /// # Errors
     /// It does not start, or does not connect to the device.
     pub(crate) fn start(notify: Notify) -> Result<(Proxied, Frontend, UnixStream)> {
-        let folder = Folder::new()?;
-        let [back, front] = ["back", "front"].map(|name| folder.0.join(name));
+        let folder = folder()?;
+        let [back, front] = ["back", "front"].map(|name| folder.path().join(name));
         let listener = UnixListener::bind(&back).context("a socket for the device process")?;
         let process = Process::proxy(&back, &front, notify, None)?;
         let driver = UnixStream::connect(&front).context("connecting to the proxy")?;

@@ -14,7 +14,8 @@ use ringfence_virtio_iommu::driver::ViommuDomain;
 use super::Usage;
 use crate::{
     allocators::{AllocatorKind, PlacementName},
-    random::XorShift,
+    list::defaults,
+    random::SplitMix,
 };
 
 /// The allocator of a link, of any kind, behind Linux's preference for addresses below 4 GiB for a
@@ -66,7 +67,7 @@ pub struct Space {
 
 impl Default for Space {
     fn default() -> Space {
-        Space { placement: PlacementName::default(), aperture_bits: DEFAULT_BITS, live: 0 }
+        defaults()
     }
 }
 
@@ -165,15 +166,14 @@ const FOOTPRINT: u64 = (1 + 1 + 1 + 1 + 2 + 2 + 4 + 8) * GRANULE / 8;
 /// Takes twice as many ranges as shall stay, and frees half of them in no order: what stays is
 /// scattered among holes of all these sizes. The same in every run of the program.
 fn age(allocator: &dyn Allocator, live: u32) -> Result<()> {
-    let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
-    let mut below = |n: usize| (random.next() % n as u64) as usize;
+    let mut random = SplitMix(0x9e37_79b9_7f4a_7c15);
     let mut taken = Vec::with_capacity(2 * live as usize);
     for _ in 0..2 * u64::from(live) {
-        let size = SIZES[below(SIZES.len())] * GRANULE;
+        let size = SIZES[random.index(SIZES.len())] * GRANULE;
         taken.push((allocator.alloc(&Request::new(size))?, size));
     }
     for _ in 0..live {
-        let (iova, size) = taken.swap_remove(below(taken.len()));
+        let (iova, size) = taken.swap_remove(random.index(taken.len()));
         allocator.free(iova, size)?;
     }
     Ok(())

@@ -10,7 +10,10 @@ use ringfence_dma::{FlushTuning, Policy, Trust};
 use serde::{Deserialize, Serialize};
 
 use super::{DiskChoice, Row, Usage};
-use crate::list::{named, number};
+use crate::list::{defaults, named, number};
+
+/// The largest size that an option takes: more than any machine has.
+const MOST_BYTES: u64 = 1 << 50;
 
 // How a policy is carried out, beyond its name. `None`: as Linux tunes it, or without a bound.
 #[allow(missing_docs, reason = "clap would take it for that of the command")]
@@ -53,18 +56,18 @@ pub struct Tuning {
 
     /// The most bytes that may be unmapped and still reachable, all queues together: a number, or
     /// one with k, m or g (powers of 1024), at least a page.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
+    #[arg(long, value_name = "BYTES", value_parser = bound)]
     pub max_exposure_bytes: Option<u64>,
 
     /// The longest mapping that `bounce` copies; longer ones are mapped, strictly. A number of
     /// bytes, or one with k, m or g (powers of 1024) [default: 1m].
-    #[arg(long, value_name = "BYTES", value_parser = parse_threshold)]
+    #[arg(long, value_name = "BYTES", value_parser = threshold)]
     pub bounce_threshold: Option<u64>,
 
     /// The most bytes of bounce slots that the disk may hold at a time, as a size like the above,
     /// at least a page. A buffer without a slot is mapped; an I/O that must not be mapped fails
     /// [default: 256m, for `zero-copy` at least what the jobs need].
-    #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
+    #[arg(long, value_name = "BYTES", value_parser = bound)]
     pub bounce_quota: Option<u64>,
 
     /// Whether the disk is trusted: `auto`, as the machine says; `trusted`; `untrusted`, which is
@@ -129,40 +132,18 @@ impl Tuning {
 
 impl Default for Tuning {
     fn default() -> Tuning {
-        Tuning {
-            flush_queue_slots: None,
-            flush_queue_ms: None,
-            high_water: None,
-            max_exposure_ms: None,
-            max_exposure_bytes: None,
-            batch: Tuning::BATCH,
-            chunk: Tuning::CHUNK,
-            bounce_threshold: None,
-            bounce_quota: None,
-            trust: TrustChoice::default(),
-        }
+        defaults()
     }
 }
 
 /// A size in bytes, at least a page: with a smaller bound no range could wait, or be copied.
-fn parse_bound(text: &str) -> Result<u64, String> {
-    parse_size(text, 4096)
+fn bound(text: &str) -> Result<u64, String> {
+    number(text, "size", ("kmg", 1024), 4096..=MOST_BYTES)
 }
 
 /// A size in bytes, at least that of the shortest I/O.
-fn parse_threshold(text: &str) -> Result<u64, String> {
-    parse_size(text, 512)
-}
-
-fn parse_size(text: &str, least: u64) -> Result<u64, String> {
-    // No sign: the standard library's parser would take a `+`.
-    let bytes = match text.starts_with('+') {
-        true => None,
-        false => number(text, "", ("kmg", 1024), least..=u64::MAX).ok(),
-    };
-    bytes.ok_or_else(|| {
-        format!("a number of bytes, at least {least}, with k, m or g (powers of 1024) if wanted")
-    })
+fn threshold(text: &str) -> Result<u64, String> {
+    number(text, "size", ("kmg", 1024), 512..=MOST_BYTES)
 }
 
 named! {

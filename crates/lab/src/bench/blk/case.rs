@@ -10,7 +10,10 @@ use super::Options;
 
 pub use crate::bench::net::case::{Entry, Ring};
 use crate::{
-    bench::{net::case::addresses, row::object},
+    bench::{
+        net::case::{About, addresses},
+        row::object,
+    },
     list::{PLAIN, counted, named},
 };
 
@@ -98,34 +101,25 @@ impl Case {
         matches!(self.topic, Topic::Proxy { sleeps: true, .. })
     }
 
-    /// The part that it belongs to, its topic in a word or two, and that as parameters.
-    fn about(&self) -> (Part, String, Map<String, Value>) {
+    fn about(&self) -> About {
         let bytes = |span: u32| u64::from(span) * BLOCK as u64;
         match self.topic {
-            Topic::Addresses(addressing) => {
-                let part = match addressing {
-                    Addressing::Physical => Part::Off,
-                    Addressing::Static { .. } => Part::Static,
-                    Addressing::Fresh { .. } => Part::Dynamic,
-                };
-                let (name, params) = addresses(addressing);
-                (part, name.replace(' ', "/"), params)
-            }
+            Topic::Addresses(addressing) => addresses(addressing),
             Topic::Buffers { span, own } => (
-                Part::Buffers,
+                Part::Buffers.name(),
                 format!("{}/{}", Entry(bytes(span)), self.disk_buffers()),
                 object([("bytes", bytes(span).into()), ("own_buffers", own.into())]),
             ),
             Topic::Sandbox(on) => {
                 let name = if on { "confined" } else { "unconfined" };
-                (Part::Sandbox, name.to_owned(), object([("sandbox", on.into())]))
+                (Part::Sandbox.name(), name.to_owned(), object([("sandbox", on.into())]))
             }
             Topic::Proxy { span, proxy, sleeps } => {
                 let way = if proxy { "proxy" } else { "direct" };
                 let wait = if sleeps { "/asleep" } else { "" };
                 let [proxy, sleeps] = [proxy, sleeps].map(Value::from);
                 (
-                    Part::Proxy,
+                    Part::Proxy.name(),
                     format!("{}/{way}{wait}", Entry(bytes(span))),
                     object([("bytes", bytes(span).into()), ("proxy", proxy), ("sleeps", sleeps)]),
                 )
@@ -153,7 +147,7 @@ impl Case {
     pub(super) fn params(&self) -> Map<String, Value> {
         let (part, _, own) = self.about();
         let mut params = object([
-            ("part", part.name().into()),
+            ("part", part.into()),
             ("kind", self.kind.name().into()),
             ("ring", self.ring.name().into()),
             ("depth", self.depth.into()),

@@ -1,22 +1,23 @@
 //! A back end's process with its driver and its disk.
 
-use std::{
-    fs::{self, File},
-    os::unix::net::UnixStream,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{os::unix::net::UnixStream, path::Path, time::Duration};
 
 use crate::load::blk::{Content, Tally};
 use anyhow::{Context, Result};
 use ringfence_run::worker::Notify;
+use tempfile::NamedTempFile;
 
 use super::{
     Outcome,
     case::{Case, Kind, Topic},
     load::Driver,
 };
-use crate::bench::{net::backend, ping, process::Process, threads, window::Measured};
+use crate::bench::{
+    net::backend,
+    process::{Process, last_words},
+    threads,
+    window::{Measured, measured},
+};
 
 /// Blocks of a disk: 16 MiB, which the page cache holds. The less of the processor's caches they
 /// take, the more of the time is the back end's.
@@ -25,33 +26,20 @@ pub(super) const BLOCKS: u64 = 1 << 12;
 const LOOK: usize = 3;
 
 /// A file that is a disk, removed when this is dropped.
-pub(super) struct Image(PathBuf);
-
-impl Image {
-    pub(super) fn new(at: &Path, name: &str, content: &Content) -> Result<Image> {
-        let path = at.join(format!("ringfence-bench-{}-{name}.img", std::process::id()));
-        let file = File::options().write(true).create_new(true).open(&path);
-        let file = file.with_context(|| format!("making {}", path.display()))?;
-        let image = Image(path);
-        // Write-back during a measurement would be measured, too.
-        let filled = content.fill(&file).and_then(|()| file.sync_all());
-        filled.with_context(|| format!("filling {}", image.0.display()))?;
-        Ok(image)
-    }
-}
-
-impl Drop for Image {
-    fn drop(&mut self) {
-        // What cannot be removed stays.
-        let _ = fs::remove_file(&self.0);
-    }
+pub(super) fn image(at: &Path, content: &Content) -> Result<NamedTempFile> {
+    let file = tempfile::Builder::new().prefix("ringfence-bench-").suffix(".img").tempfile_in(at);
+    let file = file.with_context(|| format!("making a disk in {}", at.display()))?;
+    // Write-back during a measurement would be measured, too.
+    let filled = content.fill(file.as_file()).and_then(|()| file.as_file().sync_all());
+    filled.with_context(|| format!("filling {}", file.path().display()))?;
+    Ok(file)
 }
 
 /// Where files are made.
 pub(super) struct Places<'a> {
     pub(super) sockets: &'a Path,
     /// The disk of all devices that only read.
-    pub(super) read: Image,
+    pub(super) read: NamedTempFile,
     /// Where the other devices' disks are.
     pub(super) written: &'a Path,
 }
@@ -70,7 +58,7 @@ struct Running {
     /// The back end, and its proxy if there is one.
     processes: Vec<Process>,
     /// The disk that it writes.
-    image: Option<Image>,
+    image: Option<NamedTempFile>,
 }
 
 impl Device {
@@ -93,25 +81,20 @@ impl Device {
     fn fail(&mut self, error: &anyhow::Error) {
         let words = self.running.take().map(|running| last_words(&running.processes));
         let words = words.unwrap_or_default();
-        let window = Err(format!("{error:#}{words}"));
-        self.outcome.windows.push(Measured { window, ping: [None; 2] });
+        self.outcome.windows.push(Measured::failed(format!("{error:#}{words}")));
     }
 
-    /// One window, with the probe before and after it.
+    /// One window.
     pub(super) fn measure(&mut self, length: Duration) {
         let Some(running) = &mut self.running else { return };
-        let before = ping::round_trip_ns(self.cpus);
-        let window = threads::bound_to(self.cpus[1], || {
+        let measured = measured(self.cpus, || {
             running.processes.iter_mut().try_for_each(Process::resume)?;
             let window = running.driver.measure(&running.processes, length)?;
             running.processes.iter().try_for_each(Process::pause)?;
             Ok(window)
         });
-        match window {
-            Ok(window) => {
-                let ping = [before, ping::round_trip_ns(self.cpus)];
-                self.outcome.windows.push(Measured { window: Ok(window), ping });
-            }
+        match measured {
+            Ok(measured) => self.outcome.windows.push(measured),
             Err(error) => self.fail(&error),
         }
     }
@@ -133,9 +116,9 @@ impl Running {
         let content = Content::new(BLOCKS);
         let image = match case.kind {
             Kind::Read => None,
-            Kind::Write => Some(Image::new(places.written, &name, &content)?),
+            Kind::Write => Some(image(places.written, &content)?),
         };
-        let disk = image.as_ref().unwrap_or(&places.read).0.display().to_string();
+        let disk = image.as_ref().unwrap_or(&places.read).path().display().to_string();
         let notify = if case.sleeps() { Notify::Sleep } else { Notify::Adaptive };
         let (queues, wait) = (case.queues.to_string(), notify.to_string());
         let mut arguments = vec!["blk", "--queues", &queues, "--image", &disk, "--notify", &wait];
@@ -163,14 +146,8 @@ impl Running {
         let (tally, content) = self.driver.stop()?;
         outcome.tally = tally;
         let Some(image) = &self.image else { return Ok(()) };
-        let found = File::open(&image.0).and_then(|file| content.wrong_in(&file, LOOK));
+        let found = content.wrong_in(image.as_file(), LOOK);
         outcome.wrong_on_disk = found.context("looking at the disk")?;
         Ok(())
     }
-}
-
-/// What processes have printed, for an error.
-fn last_words(processes: &[Process]) -> String {
-    let words = processes.iter().map(|process| format!(" (it printed: {})", process.last_words()));
-    words.collect()
 }

@@ -25,10 +25,6 @@ mod rows;
 
 use std::{
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
     time::Duration,
 };
 
@@ -38,13 +34,12 @@ use clap::Args;
 
 use self::{
     case::{Case, Depth, Entry, Kind, Part, Queues, Ring},
-    device::{BLOCKS, Device, Image, Places},
+    device::{BLOCKS, Device, Places, image},
 };
 use super::{
-    Benchmark, Measure,
-    process::Folder,
-    report::{self, Against, Figure, Sheet, render},
-    rounds,
+    Benchmark, Measure, process,
+    report::{self, Against, Figure, Sheet},
+    rounds::{Stop, stopped, turns},
     row::object,
     window::{self, Measured},
 };
@@ -65,12 +60,7 @@ pub const SHEET: Sheet = Sheet {
             of: ("part", &["off", "static", "dynamic", "buffers", "sandbox", "proxy"]),
             title: "requests",
             operation: "a request",
-            against: &[Against {
-                ratio: "ratio_to_off",
-                by: "part",
-                what: "against the base",
-                ..Against::PEERS
-            }],
+            against: &[Against::new("ratio_to_off", "part", "against the base")],
             figures: &[
                 Figure::new("requests_per_s", "kIOPS", 1e3).with_half(),
                 Figure::new("ratio_to_off", "x off", 1.0).with_half(),
@@ -88,12 +78,7 @@ pub const SHEET: Sheet = Sheet {
             of: ("part", &["path"]),
             title: "data path in one thread",
             operation: "a request",
-            against: &[Against {
-                ratio: "ratio_to_without",
-                by: "iommu",
-                what: "against no IOTLB",
-                ..Against::PEERS
-            }],
+            against: &[Against::new("ratio_to_without", "iommu", "against no IOTLB")],
             figures: &[Figure::new("ratio_to_without", "x without", 1.0).with_half()],
             ..report::Part::ALL
         },
@@ -190,21 +175,22 @@ struct Outcome {
 }
 
 impl Measure for Options {
-    fn run(&self, progress: Show, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
-        let options = self;
-        let cases = options.cases();
-        let path = options.parts.contains(&Part::Path);
+    const SHEET: &'static Sheet = &SHEET;
+
+    fn run(&self, progress: Show, stop: &Stop) -> Result<Benchmark> {
+        let cases = self.cases();
+        let path = self.parts.contains(&Part::Path);
         if cases.is_empty() && !path {
             return Err(Usage("there is nothing to measure".into()).into());
         }
         let temporary = std::env::temp_dir();
         let memory = Some(Path::new("/dev/shm")).filter(|at| at.is_dir()).unwrap_or(&temporary);
-        let read = options.folder.as_deref().unwrap_or(&temporary);
-        let written = options.folder.as_deref().unwrap_or(memory);
-        let mut benchmark = Benchmark::new("blk", options.repeat);
+        let read = self.folder.as_deref().unwrap_or(&temporary);
+        let written = self.folder.as_deref().unwrap_or(memory);
+        let mut benchmark = Benchmark::new("blk", self.repeat);
         let cpus = window::cpus(&mut benchmark);
         benchmark.settings = object([
-            ("window_s", options.window.as_secs_f64().into()),
+            ("window_s", self.window.as_secs_f64().into()),
             ("block_bytes", BLOCK.into()),
             ("disk_bytes", (BLOCKS * BLOCK as u64).into()),
             ("read_folder", read.display().to_string().into()),
@@ -212,24 +198,21 @@ impl Measure for Options {
             ("backend_cpu", cpus[0].into()),
             ("driver_cpu", cpus[1].into()),
         ]);
-        let folder = Folder::new()?;
-        let read = Image::new(read, "read", &Content::new(BLOCKS))?;
-        let places = Places { sockets: &folder.0, read, written };
-        let total = u64::from(options.repeat) * cases.len() as u64;
-        let step = options.window + OVERHEAD;
+        let folder = process::folder()?;
+        let read = image(read, &Content::new(BLOCKS))?;
+        let places = Places { sockets: folder.path(), read, written };
+        let total = u64::from(self.repeat) * cases.len() as u64;
+        let step = self.window + OVERHEAD;
         let progress = window::progress(progress, total, step, &benchmark);
         let mut outcomes = Vec::new();
         for contest in cases.chunk_by(|a, b| a.off() == b.off()) {
             let mut devices: Vec<Device> =
                 contest.iter().map(|case| Device::new(case, &places, cpus)).collect();
-            for round in 1..=options.repeat {
-                for device in rounds::turns(devices.iter_mut(), round) {
-                    if stop.load(Ordering::Relaxed) {
-                        break;
-                    }
+            for round in 1..=self.repeat {
+                for device in turns(devices.iter_mut(), round, stop) {
                     let name = device.name();
-                    progress.begin(&format!("{name}, round {round} of {}", options.repeat));
-                    device.measure(options.window);
+                    progress.begin(&format!("{name}, round {round} of {}", self.repeat));
+                    device.measure(self.window);
                     progress.step(step);
                 }
             }
@@ -237,16 +220,11 @@ impl Measure for Options {
         }
         rows::fill(&mut benchmark, &outcomes);
         if path {
-            let how = (options.repeat, options.window);
+            let how = (self.repeat, self.window);
             let begin = |name: &str| progress.begin(name);
-            path::measure(&mut benchmark, &options.kinds, how, stop, begin)?;
+            path::measure(&mut benchmark, &self.kinds, how, stop, begin)?;
         }
-        progress.finish();
-        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        benchmark.interrupted = stopped(stop);
         Ok(benchmark)
-    }
-
-    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
-        render(benchmark, &SHEET, details)
     }
 }

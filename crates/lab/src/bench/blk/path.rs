@@ -7,7 +7,7 @@
 
 use std::{
     os::fd::AsFd,
-    sync::{Arc, atomic::AtomicBool},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -31,7 +31,7 @@ use crate::{
     bench::{
         Benchmark, Row,
         clock::Clock,
-        rounds::Rounds,
+        rounds::{Contest, Entrant, Stop},
         row::{object, value},
     },
     load::blk::BLOCK,
@@ -56,24 +56,11 @@ const IOVA: u64 = 1 << 40;
 const STATUS_AT: u64 = HEADER_BYTES as u64;
 const TABLE_AT: u64 = 32;
 
-/// A way to memory with a quiet point between bursts.
-trait Quiet: Translate {
-    fn quiet(&mut self);
-}
-
-impl Quiet for Physical {
-    fn quiet(&mut self) {}
-}
-
-impl Quiet for Bus {
-    fn quiet(&mut self) {
-        Bus::quiet(self);
-    }
-}
-
 /// One way to memory, with a ring over it.
 struct Rig<T> {
     way: T,
+    /// Called between bursts.
+    quiet: fn(&mut T),
     driver: driver::Queue,
     device: device::Queue,
     requests: Vec<Request>,
@@ -97,13 +84,15 @@ trait Timed {
     fn time(&mut self, clock: &Clock, length: Duration) -> Result<f64>;
 }
 
-impl<T: Quiet> Rig<T> {
-    /// `at`: where the device sees a page of memory; `way`: how it gets there.
+impl<T: Translate> Rig<T> {
+    /// `at`: where the device sees a page of memory; `way`: how it gets there, with what is called between
+    /// bursts.
     fn new(
         disk: &Arc<Ram>,
         kind: Kind,
         at: fn(u64) -> u64,
         way: impl FnOnce(&Arc<GuestRam>, Arc<Memory>) -> Result<T>,
+        quiet: fn(&mut T),
     ) -> Result<Rig<T>> {
         let ram = GuestRam::new(RAM as usize, GPA)?;
         let way = way(&ram, Memory::of_ram(&ram)?)?;
@@ -147,6 +136,7 @@ impl<T: Quiet> Rig<T> {
         });
         Ok(Rig {
             way,
+            quiet,
             driver,
             device,
             requests: requests.collect::<Result<_>>()?,
@@ -171,8 +161,8 @@ impl<T: Quiet> Rig<T> {
 
     /// What a device does with a burst.
     fn serve(&mut self) -> Result<()> {
-        let Rig { way, device, chain, disk, limits, .. } = self;
-        way.quiet();
+        let Rig { way, quiet, device, chain, disk, limits, .. } = self;
+        quiet(way);
         while device.pop(way, chain)? {
             let served = match request::parse(chain, way, limits) {
                 Ok(Action::Transfer { write, offset, len }) => {
@@ -195,7 +185,7 @@ impl<T: Quiet> Rig<T> {
     }
 }
 
-impl<T: Quiet> Timed for Rig<T> {
+impl<T: Translate> Timed for Rig<T> {
     fn time(&mut self, clock: &Clock, length: Duration) -> Result<f64> {
         let (begun, before) = (Instant::now(), self.done);
         let mut ticks = 0;
@@ -251,51 +241,46 @@ pub(super) fn measure(
     benchmark: &mut Benchmark,
     kinds: &[Kind],
     (repeat, length): (u32, Duration),
-    stop: &AtomicBool,
+    stop: &Stop,
     mut begin: impl FnMut(&str),
 ) -> Result<()> {
     let clock = Clock::calibrate();
     for &kind in kinds {
         let disk = disk()?;
         let plain = |page: u64| GPA + page * PAGE;
-        let without = Rig::new(&disk, kind, plain, |_, memory| Ok(Physical::new(memory)))?;
+        let without = Rig::new(&disk, kind, plain, |_, memory| Ok(Physical::new(memory)), |_| ())?;
         let physical = |_: &_, memory| Ok(Bus::Physical(Physical::new(memory)));
-        let off = Rig::new(&disk, kind, plain, physical)?;
-        let on = Rig::new(&disk, kind, scattered, translated)?;
-        let mut rigs: [(&str, Box<dyn Timed>, Rounds); 3] = [
-            ("without", Box::new(without), Rounds::default()),
-            ("off", Box::new(off), Rounds::default()),
-            ("4k/unmergeable", Box::new(on), Rounds::default()),
+        let off = Rig::new(&disk, kind, plain, physical, Bus::quiet)?;
+        let on = Rig::new(&disk, kind, scattered, translated, Bus::quiet)?;
+        let rigs: [(_, Box<dyn Timed>); 3] = [
+            ("without", Box::new(without)),
+            ("off", Box::new(off)),
+            ("4k/unmergeable", Box::new(on)),
         ];
-        // Caches grow in the first round, which does not count.
-        for round in 0..=repeat {
-            for (name, rig, rounds) in &mut rigs {
-                if stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    break;
-                }
-                begin(&format!("path, {kind}, {name}"));
-                let ns = rig.time(&clock, length / 3)?;
-                if round > 0 {
-                    rounds.push(ns);
-                }
-            }
-        }
-        let base = rigs[0].2.clone();
-        for (name, _, rounds) in rigs {
-            let interval = rounds.interval();
+        let mut contest = Contest(rigs.map(|(name, rig)| Entrant::new(name, Ok(rig))).into());
+        let measure = |name: &_, rig: &mut Box<dyn Timed>, _| {
+            begin(&format!("path, {kind}, {name}"));
+            Ok(vec![("ns", rig.time(&clock, length / 3)?)])
+        };
+        contest.run(repeat, stop, measure, |name, error| {
+            benchmark.errors.push(format!("path, {kind}, {name}: {error:#}"));
+        });
+        let base = &contest.taken(&"without")["ns"];
+        for Entrant { key: name, subject, taken } in &contest.0 {
+            let rounds = &taken["ns"];
             benchmark.rows.push(Row {
                 name: format!("path/{kind}/{name}"),
                 implementation: "ringfence".to_owned(),
                 params: object([
                     ("part", "path".into()),
                     ("kind", kind.name().into()),
-                    ("iommu", (name == "4k/unmergeable").into()),
+                    ("iommu", (*name == "4k/unmergeable").into()),
                 ]),
-                ns_per_op: interval,
+                ns_per_op: rounds.interval(),
                 ratio_to_ringfence: (!rounds.is_empty()).then_some(1.0),
-                note: rounds.missing(None),
+                note: rounds.missing(subject.as_ref().err()),
                 figures: object([
-                    ("ratio_to_without", value(base.ratio_to(&rounds))),
+                    ("ratio_to_without", value(base.ratio_to(rounds))),
                     ("rounds", rounds.len().into()),
                 ]),
             });
@@ -323,7 +308,7 @@ mod tests {
     #[test]
     fn each_way_has_a_row_and_what_it_reads_is_what_is_on_the_disk() {
         let mut benchmark = Benchmark::new("blk", 2);
-        let (how, stop) = ((2, Duration::from_micros(300)), AtomicBool::new(false));
+        let (how, stop) = ((2, Duration::from_micros(300)), Stop::default());
         measure(&mut benchmark, &Kind::ALL, how, &stop, |_| ()).unwrap();
         assert_eq!(benchmark.rows.len(), 6);
         assert!(benchmark.rows.iter().all(|row| row.ns_per_op.median.is_some()));
@@ -335,7 +320,7 @@ mod tests {
             data = Some(ram.window(REQUESTS_AT as usize, BLOCK).unwrap());
             translated(ram, memory)
         };
-        let mut rig = Rig::new(&disk, Kind::Read, scattered, way).unwrap();
+        let mut rig = Rig::new(&disk, Kind::Read, scattered, way, Bus::quiet).unwrap();
         rig.submit().unwrap();
         rig.serve().unwrap();
         let mut found = [0; BLOCK];

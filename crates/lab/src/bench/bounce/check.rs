@@ -9,18 +9,19 @@ use crate::{block::mix, random::SplitMix};
 /// Buffers that are held at once.
 const HELD: usize = 24;
 
-/// Runs a program of `steps` random steps over buffers of `len` bytes. Each thread has a program of
-/// its own, by `seed`: what another thread does to its slots shows in their bytes.
+/// Runs a program of `steps` random steps over buffers of `len` bytes. Each `thread` has a program of
+/// its own: what another thread does to its slots shows in their bytes.
 ///
 /// # Errors
 /// What was found, in a few words.
 pub(super) fn check(
     subject: &impl Subject,
+    thread: usize,
     len: usize,
     steps: u32,
-    seed: u64,
 ) -> Result<u64, String> {
-    let mut checker = Checker { subject, len, random: SplitMix(seed), account: BTreeMap::new() };
+    let (random, account) = (SplitMix(thread as u64 + 1), BTreeMap::new());
+    let mut checker = Checker { subject, thread, len, random, account };
     let mut held = Vec::new();
     let mut passed = 0;
     for _ in 0..steps {
@@ -46,6 +47,7 @@ pub(super) fn check(
 
 struct Checker<'a, S> {
     subject: &'a S,
+    thread: usize,
     len: usize,
     random: SplitMix,
     /// Where held slots begin, and where they end.
@@ -69,7 +71,7 @@ impl<S: Subject> Checker<'_, S> {
         let op = Op::ALL[1 + self.random.index(Op::ALL.len() - 1)];
         let fill = self.random.next();
         let buffer = (0..self.len).map(|at| byte(fill, at)).collect();
-        let Some(held) = self.subject.begin(buffer, op) else { return Ok(None) };
+        let Some(held) = self.subject.begin(self.thread, buffer, op) else { return Ok(None) };
         let (place, _) = self.subject.seen(&held).ok_or("is in no slot")?;
         let end = place.checked_add(self.len as u64).ok_or("ends beyond all addresses")?;
         let below = self.account.range(..end).next_back();
@@ -134,8 +136,8 @@ mod tests {
     fn both_pools_pass_at_every_size() {
         let (ours, theirs) = (Ours::new().unwrap(), SwiotlbLike::new(64 << 20, 2).unwrap());
         for len in [1, 512, 4095, 4096, 5000, 65536] {
-            assert!(check(&ours, len, 200, 7).unwrap() > 0);
-            assert!(check(&theirs, len, 200, 7).unwrap() > 0);
+            assert!(check(&ours, 0, len, 200).unwrap() > 0);
+            assert!(check(&theirs, 1, len, 200).unwrap() > 0);
         }
         assert_eq!((ours.in_use(), theirs.in_use()), (0, 0), "no slot is lost");
     }
@@ -162,11 +164,8 @@ mod tests {
     impl Subject for Faulty {
         type Held = <Ours as Subject>::Held;
 
-        fn for_thread(&self, _index: usize) -> Faulty {
-            unimplemented!("one thread")
-        }
-        fn begin(&self, buffer: Vec<u8>, op: Op) -> Option<Self::Held> {
-            let held = self.inner.begin(buffer, op)?;
+        fn begin(&self, thread: usize, buffer: Vec<u8>, op: Op) -> Option<Self::Held> {
+            let held = self.inner.begin(thread, buffer, op)?;
             if self.wrong == Wrong::Shows && op == Op::FromDevice {
                 let (_, ptr) = self.inner.seen(&held)?;
                 // SAFETY: the first byte of a slot.
@@ -184,8 +183,8 @@ mod tests {
                 _ => self.inner.end(held, op, written),
             }
         }
-        fn take(&self, len: usize) -> bool {
-            self.inner.take(len)
+        fn take(&self, thread: usize, len: usize) -> bool {
+            self.inner.take(thread, len)
         }
         fn seen(&self, held: &Self::Held) -> Option<(u64, *mut u8)> {
             let (place, ptr) = self.inner.seen(held)?;
@@ -214,7 +213,7 @@ mod tests {
         ];
         for (wrong, words) in wrongs {
             let faulty = Faulty { inner: Ours::new().unwrap(), wrong, place: AtomicU64::new(0) };
-            let error = check(&faulty, 3000, 500, 1).unwrap_err();
+            let error = check(&faulty, 0, 3000, 500).unwrap_err();
             assert!(error.contains(words), "{error}");
         }
     }

@@ -12,7 +12,7 @@ use crate::{
     bench::{
         Benchmark, Row,
         clock::{cpu_time, fitting},
-        rounds::{Sample, Stop, Taken, stopped},
+        rounds::{Sample, Stop, Taken, stopped, turns},
         row::{object, value},
     },
     list::named,
@@ -68,21 +68,15 @@ pub(super) fn run(options: &Options, show: Kind, stop: &Stop, into: &mut Benchma
     let steps = cells as u64 * u64::from(repeat);
     let progress = Progress::new(show, steps, step.mul_f64(steps as f64));
     for elements in ELEMENTS {
-        for (direction, name) in DIRECTIONS {
-            if stopped(stop) {
-                break;
-            }
+        for (direction, name) in DIRECTIONS.into_iter().take_while(|_| !stopped(stop)) {
             bench.draw(elements);
             bench.check().with_context(|| format!("lists of {elements} elements"))?;
             let mut taken = vec![Taken::default(); Way::ALL.len()];
-            'rounds: for round in 1..=repeat {
+            for round in 1..=repeat {
                 progress.begin(&format!(
                     "lists of {elements}, {name} the device, round {round} of {repeat}"
                 ));
-                for (way, taken) in Way::ALL.into_iter().zip(&mut taken) {
-                    if stopped(stop) {
-                        break 'rounds;
-                    }
+                for (way, taken) in turns(Way::ALL.into_iter().zip(&mut taken), round, stop) {
                     taken.push(bench.measure(way, direction, budget)?);
                 }
                 progress.step(step);
@@ -92,7 +86,6 @@ pub(super) fn run(options: &Options, show: Kind, stop: &Stop, into: &mut Benchma
             }
         }
     }
-    progress.finish();
     drop(paths);
     bench.link.close().map(drop)
 }

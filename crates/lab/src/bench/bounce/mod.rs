@@ -24,12 +24,12 @@ use ringfence_run::worker::Notify;
 
 use super::{
     Benchmark, Measure,
-    report::{self, Against, Figure, Sheet, render},
+    report::{self, Against, Figure, Sheet},
     rounds::{Stop, stopped},
     row::object,
 };
 use crate::{
-    list::{List, milliseconds, named, number, seconds},
+    list::{List, counted, milliseconds, named, seconds},
     progress::Kind,
 };
 use seed::Op;
@@ -59,18 +59,8 @@ pub const SHEET: Sheet = Sheet {
             title: "sequential I/O, 64 deep, one job",
             operation: "an I/O",
             against: &[
-                Against {
-                    ratio: "ratio_to_off",
-                    by: "impl",
-                    what: "against off",
-                    ..Against::PEERS
-                },
-                Against {
-                    ratio: "ratio_to_strict_map",
-                    by: "impl",
-                    what: "against strict+map",
-                    ..Against::PEERS
-                },
+                Against::new("ratio_to_off", "impl", "against off"),
+                Against::new("ratio_to_strict_map", "impl", "against strict+map"),
             ],
             figures: &[
                 Figure::new("bandwidth_bytes_per_s", "MiB/s", 1048576.0).with_half(),
@@ -173,45 +163,32 @@ pub struct Options {
     pub budget: Option<Duration>,
 }
 
-/// A block size, bytes: whole sectors.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Size(u32);
-
-impl std::str::FromStr for Size {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Size, String> {
-        let bytes = number(text, "size", ("km", 1 << 10), 512..=1 << 20);
-        match bytes {
-            Ok(bytes) if bytes.is_multiple_of(512) => Ok(Size(bytes as u32)),
-            _ => Err(format!("{text:?} is no size: a multiple of 512 from 512 to 1m")),
-        }
-    }
+counted! {
+    /// A block size, bytes: whole sectors.
+    Size(u32), "multiple of 512", ("km", 1 << 10), 512..=1 << 20, |bytes| bytes.is_multiple_of(512)
 }
 
 impl Measure for Options {
+    const SHEET: &'static Sheet = &SHEET;
+
     fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
-        let options = self;
-        let budget_ms = |usual| options.budget.unwrap_or(usual).as_secs_f64() * 1e3;
-        let mut benchmark = Benchmark::new("bounce", options.repeat);
+        let budget_ms = |usual| self.budget.unwrap_or(usual).as_secs_f64() * 1e3;
+        let mut benchmark = Benchmark::new("bounce", self.repeat);
         benchmark.settings = object([
-            ("parts", options.parts.iter().map(|part| part.name()).collect()),
-            ("notify", options.notify.to_string().into()),
-            ("runtime_s", options.runtime.as_secs_f64().into()),
+            ("parts", self.parts.iter().map(|part| part.name()).collect()),
+            ("notify", self.notify.to_string().into()),
+            ("runtime_s", self.runtime.as_secs_f64().into()),
             ("list_budget_ms", budget_ms(list::BUDGET).into()),
             ("pool_budget_ms", budget_ms(pool::BUDGET).into()),
             ("peer_bytes", pool::BLOCK.into()),
         ]);
-        for part in options.parts.iter() {
-            if stopped(stop) {
-                break;
-            }
+        for part in self.parts.iter().take_while(|_| !stopped(stop)) {
             let run = match part {
                 Part::Seed => seed::run,
                 Part::List => list::run,
                 Part::Pool => pool::run,
             };
-            match run(options, progress, stop, &mut benchmark) {
+            match run(self, progress, stop, &mut benchmark) {
                 Err(error) if error.is::<crate::run::Usage>() => return Err(error),
                 Err(error) => benchmark.errors.push(format!("{part}: {error:#}")),
                 Ok(()) => {}
@@ -219,10 +196,6 @@ impl Measure for Options {
         }
         benchmark.interrupted = stopped(stop);
         Ok(benchmark)
-    }
-
-    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
-        render(benchmark, &SHEET, details)
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
     bench::{
         Benchmark,
         clock::{cpu_time, fitting},
-        rounds::{Rounds, Stop, stopped},
+        rounds::{Rounds, Stop, stopped, turns},
         row::object,
         threads,
     },
@@ -51,13 +51,9 @@ pub(super) fn run(options: &Options, show: Kind, stop: &Stop, into: &mut Benchma
     let each = budget.mul_f64(1.2) * (2 * Op::ALL.len() * THREADS.len()) as u32;
     let steps = (sizes.len() * HELD.len()) as u64 * u64::from(repeat);
     let progress = Progress::new(show, steps, each.mul_f64(steps as f64));
-    for cell in cells {
-        if stopped(stop) {
-            break;
-        }
+    for cell in cells.take_while(|_| !stopped(stop)) {
         contest(cell, (repeat, budget), (&progress, each), stop, into)?;
     }
-    progress.finish();
     Ok(())
 }
 
@@ -98,13 +94,10 @@ fn contest(
         }
     };
     check(&mut pools);
-    'rounds: for round in 1..=repeat {
+    for round in 1..=repeat {
         progress.begin(&format!("pools: {what}, round {round} of {repeat}"));
         for ((op, threads), rounds) in keys.iter().zip(&mut measured) {
-            for ((_, pool), rounds) in pools.iter_mut().zip(rounds) {
-                if stopped(stop) {
-                    break 'rounds;
-                }
+            for ((_, pool), rounds) in turns(pools.iter_mut().zip(rounds), round, stop) {
                 match pool.as_ref().map(|pool| pool.measure(*op, *threads, &cpus, budget)) {
                     Ok(Some(ns)) => rounds.push(ns),
                     Ok(None) => *pool = Err("it had no room, or lost a buffer".to_owned()),
@@ -158,7 +151,7 @@ fn fill<S: Subject>(
     let mut held = Vec::new();
     let full = if percent == 0 { 0 } else { full };
     for fitted in 0..full {
-        let begun = subject.begin(vec![1; size], Op::Both);
+        let begun = subject.begin(0, vec![1; size], Op::Both);
         held.push(begun.ok_or_else(|| format!("{fitted} of {full} buffers fitted"))?);
     }
     let mut random = SplitMix(1);
@@ -175,9 +168,8 @@ impl<S: Subject> Pool for Filled<S> {
         let before = subject.in_use();
         // A whole program of large buffers takes long.
         let steps = STEPS.min(((16 << 20) / size.max(1)) as u32).max(20);
-        let found = threads::together(cpus, vec![1u64, 2], |index, seed| {
-            check(&subject.for_thread(index), size, steps, seed)
-        });
+        let found =
+            threads::together(cpus, vec![(); 2], |thread, ()| check(subject, thread, size, steps));
         found.into_iter().find_map(Result::err).map_or(Ok(()), Err)?;
         match subject.in_use() {
             after if after != before => {
@@ -189,8 +181,8 @@ impl<S: Subject> Pool for Filled<S> {
 
     fn measure(&self, op: Op, threads: usize, cpus: &[usize], budget: Duration) -> Option<f64> {
         let (subject, size) = (&self.subject, self.size);
-        let slices = threads::together(cpus, vec![(); threads], |index, ()| {
-            slice(&subject.for_thread(index), op, size, budget, threads == 1)
+        let slices = threads::together(cpus, vec![(); threads], |thread, ()| {
+            slice((subject, thread), op, size, budget, threads == 1)
         });
         let per_ns: Option<f64> = slices.into_iter().sum();
         Some(threads as f64 / per_ns?)
@@ -200,7 +192,7 @@ impl<S: Subject> Pool for Filled<S> {
 /// Passes of a thread for `budget`, and before that for a part of it untimed; how many there were for
 /// each nanosecond, of the CPU's time if it is `alone`, else of the wall's. `None` if one failed.
 fn slice(
-    subject: &impl Subject,
+    (subject, thread): (&impl Subject, usize),
     op: Op,
     size: usize,
     budget: Duration,
@@ -211,11 +203,11 @@ fn slice(
         // A loop for each: the choice is not part of an operation.
         if op == Op::Take {
             for _ in 0..count {
-                subject.take(size).then_some(()).ok_or(())?;
+                subject.take(thread, size).then_some(()).ok_or(())?;
             }
         } else {
             for _ in 0..count {
-                let held = subject.begin(std::mem::take(&mut buffer), op).ok_or(())?;
+                let held = subject.begin(thread, std::mem::take(&mut buffer), op).ok_or(())?;
                 buffer = subject.end(held, op, size).ok_or(())?;
             }
         }

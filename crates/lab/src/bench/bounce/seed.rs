@@ -6,17 +6,16 @@ use ringfence_run::worker::Notify;
 
 use super::{Options, Part};
 use crate::{
-    allocators::AllocatorKind,
     bench::{
         Benchmark, Row as BenchRow,
         rounds::{NOTHING, Rounds, Stop, Taken},
         row::{object, value},
     },
     job::{Job, JobFile},
-    list::{List, named, short},
+    list::{List, defaults, named, short},
     progress::Kind,
     report::{PolicyRounds, Sample},
-    run::{self, DiskChoice, Row, compare, space::Space, tuning::Tuning},
+    run::{self, DiskChoice, Row, compare},
 };
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -79,20 +78,14 @@ pub(super) fn run(options: &Options, show: Kind, stop: &Stop, into: &mut Benchma
     }
     let file = JobFile { jobs, warnings, file: "seed-004.fio".to_owned() };
     let of_run = run::Options {
-        job: None,
         rows: Some(List::from(&ROWS[..])),
-        allocators: List(vec![AllocatorKind::default()]),
-        space: Space::default(),
         disk: DiskChoice::Ram,
         destroy_data: true,
         notify,
         repeat,
         runtime: Some(options.runtime),
         queues: Some(1),
-        run_pages: 1,
-        tuning: Tuning::default(),
-        load: 0,
-        explain: false,
+        ..defaults()
     };
     let mut rows = Vec::new();
     let ended = compare(file, &of_run, show, stop, &mut |_, job, rounds| {

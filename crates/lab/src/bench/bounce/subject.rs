@@ -45,23 +45,20 @@ impl Op {
     }
 }
 
-/// Pools as a thread uses them.
-pub(super) trait Subject: Sized + Send + Sync {
+/// Pools as threads use them, each with a number, that of its CPU among those that are used.
+pub(super) trait Subject: Send + Sync {
     /// A buffer while the device has it.
     type Held: Send;
 
-    /// The same pools for thread `index`.
-    fn for_thread(&self, index: usize) -> Self;
-
     /// Maps a buffer for the device; `None` if that fails, and the buffer is lost.
-    fn begin(&self, buffer: Vec<u8>, op: Op) -> Option<Self::Held>;
+    fn begin(&self, thread: usize, buffer: Vec<u8>, op: Op) -> Option<Self::Held>;
 
     /// Unmaps it, after the device has written its first `written` bytes. `None` if it was not
     /// mapped.
     fn end(&self, held: Self::Held, op: Op, written: usize) -> Option<Vec<u8>>;
 
     /// Takes a slot and gives it back; false if there is none.
-    fn take(&self, len: usize) -> bool;
+    fn take(&self, thread: usize, len: usize) -> bool;
 
     /// Where the device sees the buffer, and where that is in this process.
     fn seen(&self, held: &Self::Held) -> Option<(u64, *mut u8)>;
@@ -78,7 +75,6 @@ type SoftDevice = Device<Soft, Arc<Slabs<OsCpu>>>;
 
 /// Our pools: devices of one domain in this process, one whose driver knows how much was written,
 /// and one whose driver does not.
-#[derive(Clone)]
 pub(super) struct Ours {
     domain: Soft,
     reported: SoftDevice,
@@ -122,12 +118,8 @@ impl Ours {
 impl Subject for Ours {
     type Held = Mapping<Vec<u8>>;
 
-    fn for_thread(&self, _index: usize) -> Ours {
-        self.clone()
-    }
-
     #[inline]
-    fn begin(&self, buffer: Vec<u8>, op: Op) -> Option<Mapping<Vec<u8>>> {
+    fn begin(&self, _: usize, buffer: Vec<u8>, op: Op) -> Option<Mapping<Vec<u8>>> {
         self.device(op).map(buffer, op.direction()).ok()
     }
 
@@ -140,7 +132,7 @@ impl Subject for Ours {
     }
 
     #[inline]
-    fn take(&self, len: usize) -> bool {
+    fn take(&self, _: usize, len: usize) -> bool {
         self.reported.take_buffer(len as u64, Direction::Bidirectional).is_ok()
     }
 
@@ -167,20 +159,15 @@ impl Subject for Ours {
 
 /// A linear pool, and its block.
 pub(super) struct SwiotlbLike {
-    pool: Arc<Pool>,
-    cpu: usize,
-}
-
-struct Pool {
     slots: Linear,
     block: Chunk<HostAddr>,
 }
 
 // SAFETY: the block is memory that lives as long as the pool; a thread accesses it only in slots
 // that it has taken.
-unsafe impl Sync for Pool {}
+unsafe impl Sync for SwiotlbLike {}
 
-impl Drop for Pool {
+impl Drop for SwiotlbLike {
     fn drop(&mut self) {
         // SAFETY: it was taken when this was made, and goes with it.
         unsafe { HostMemory.give_back(self.block) };
@@ -195,19 +182,19 @@ impl SwiotlbLike {
         // SAFETY: the block has this length, and nothing else refers to it yet. Writing makes its
         // pages present before anything is timed, as those of a block that was set aside at boot.
         unsafe { block.ptr.as_ptr().write_bytes(0, slots.bytes() as usize) };
-        Some(SwiotlbLike { pool: Arc::new(Pool { slots, block }), cpu: 0 })
+        Some(SwiotlbLike { slots, block })
     }
 
     /// How many buffers of this length it holds when it is full.
     pub(super) fn holds(&self, len: usize) -> usize {
         // From a page on, a buffer begins at one.
         let each = (len as u64).next_multiple_of(if len < 4096 { SLOT } else { 4096 });
-        let segments = self.pool.slots.bytes() / LONGEST;
+        let segments = self.slots.bytes() / LONGEST;
         LONGEST.checked_div(each).map_or(0, |in_one| (segments * in_one) as usize)
     }
 
     fn at(&self, offset: u64) -> *mut u8 {
-        self.pool.block.ptr.as_ptr().wrapping_add(offset as usize)
+        self.block.ptr.as_ptr().wrapping_add(offset as usize)
     }
 }
 
@@ -215,15 +202,11 @@ impl Subject for SwiotlbLike {
     /// A buffer and where its copy begins.
     type Held = (Vec<u8>, u64);
 
-    fn for_thread(&self, index: usize) -> SwiotlbLike {
-        SwiotlbLike { pool: Arc::clone(&self.pool), cpu: index }
-    }
-
     /// Copies in whatever the direction: it does not know what the device will write.
     #[inline]
-    fn begin(&self, buffer: Vec<u8>, _op: Op) -> Option<Self::Held> {
+    fn begin(&self, thread: usize, buffer: Vec<u8>, _op: Op) -> Option<Self::Held> {
         let (original, len) = (buffer.as_ptr().addr() as u64, buffer.len());
-        let offset = self.pool.slots.take(self.cpu, original, len as u64, 1)?;
+        let offset = self.slots.take(thread, original, len as u64, 1)?;
         // SAFETY: the slots from `offset` hold `len` bytes of the block and are this buffer's alone,
         // which lies elsewhere.
         unsafe { self.at(offset).copy_from_nonoverlapping(buffer.as_ptr(), len) };
@@ -237,13 +220,13 @@ impl Subject for SwiotlbLike {
             // SAFETY: as in `begin`, the other way.
             unsafe { buffer.as_mut_ptr().copy_from_nonoverlapping(self.at(offset), len) };
         }
-        (self.pool.slots.give_back(offset) == Some((original, len as u64))).then_some(buffer)
+        (self.slots.give_back(offset) == Some((original, len as u64))).then_some(buffer)
     }
 
     #[inline]
-    fn take(&self, len: usize) -> bool {
-        let taken = self.pool.slots.take(self.cpu, 0, len as u64, 1);
-        taken.is_some_and(|offset| self.pool.slots.give_back(offset).is_some())
+    fn take(&self, thread: usize, len: usize) -> bool {
+        let taken = self.slots.take(thread, 0, len as u64, 1);
+        taken.is_some_and(|offset| self.slots.give_back(offset).is_some())
     }
 
     fn seen(&self, (_, offset): &Self::Held) -> Option<(u64, *mut u8)> {
@@ -255,6 +238,6 @@ impl Subject for SwiotlbLike {
     }
 
     fn in_use(&self) -> u64 {
-        self.pool.slots.used()
+        self.slots.used()
     }
 }

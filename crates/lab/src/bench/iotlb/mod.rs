@@ -29,7 +29,7 @@ use self::{
 };
 use super::{
     Benchmark, Measure, Row,
-    report::{Against, Figure, Part, Sheet, render},
+    report::{Against, Figure, Part, Sheet},
     rounds::{Contest, Entrant, Stop, stopped},
     row::{object, value},
     threads,
@@ -156,42 +156,35 @@ impl Options {
 }
 
 impl Measure for Options {
+    const SHEET: &'static Sheet = &SHEET;
+
     fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
-        let options = self;
-        let (cells, cpus) = (options.cells(), threads::cpus());
-        let mut benchmark = Benchmark::new("iotlb", options.repeat);
+        let (cells, cpus) = (self.cells(), threads::cpus());
+        let mut benchmark = Benchmark::new("iotlb", self.repeat);
         if cells.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
             benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
         }
         benchmark.settings = object([
-            ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+            ("budget_ms", (self.budget.as_secs_f64() * 1e3).into()),
             ("cpus", json!(cpus)),
             ("sorted_list_entries", SortedList::MOST.into()),
         ]);
         let expected = |cell: Cell| {
             // With warming up: a half of the budget, or twice a quarter.
             let times = if cell.order.is_threads() { 2.5 } else { 1.5 };
-            let all = options.entries(cell).len() * options.implementations.len();
-            options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
+            let all = self.entries(cell).len() * self.implementations.len();
+            self.budget.mul_f64(times * all as f64) * (self.repeat + 1)
         };
         let all_of_it = cells.iter().copied().map(expected).sum();
         let progress = Progress::new(progress, cells.len() as u64, all_of_it);
-        for cell in cells {
-            if stopped(stop) {
-                break;
-            }
+        for cell in cells.into_iter().take_while(|_| !stopped(stop)) {
             let Cell { order, page, merge } = cell;
             progress.begin(&format!("{merge} entries of {page}, {order}"));
-            contest(cell, options, stop, &mut benchmark)?;
+            contest(cell, self, stop, &mut benchmark)?;
             progress.step(expected(cell));
         }
-        progress.finish();
         benchmark.interrupted = stopped(stop);
         Ok(benchmark)
-    }
-
-    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
-        render(benchmark, &SHEET, details)
     }
 }
 
@@ -234,7 +227,7 @@ fn contest(cell: Cell, options: &Options, stop: &Stop, into: &mut Benchmark) -> 
     }
     let mut contest = Contest(entrants);
     // Of one thread and, where there are any, of two.
-    let measure = |Filled { set, subject, cursor }: &mut Filled| {
+    let measure = |_: &_, Filled { set, subject, cursor }: &mut Filled, _| {
         let samples = if order.is_threads() {
             let cpus = [cpus[0], *cpus.get(1).unwrap_or(&cpus[0])];
             [1, 2].map(|n| subject.threads(set, order, &cpus[..n], budget)).to_vec()

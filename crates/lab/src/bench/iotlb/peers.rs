@@ -5,8 +5,6 @@ use std::{collections::BTreeMap, sync::RwLock};
 use parking_lot::Mutex;
 use vm_memory::{GuestAddress, Permissions, iommu::Iotlb};
 
-use super::set::Random;
-
 /// A table that is looked up and changed by one thread.
 pub(super) trait Table: Default + Send + Sync {
     /// The target of `addr`, if all of `len` bytes are mapped; else `None`.
@@ -71,13 +69,9 @@ impl Table for Map {
     }
 }
 
-/// A sorted list, walked from its beginning; when it is full, a random entry makes room.
+/// A sorted list, walked from its beginning.
 #[derive(Default)]
-pub(super) struct SortedList {
-    head: Option<Box<Node>>,
-    len: u64,
-    random: Random,
-}
+pub(super) struct SortedList(Option<Box<Node>>);
 
 struct Node {
     iova: u64,
@@ -87,19 +81,13 @@ struct Node {
     next: Option<Box<Node>>,
 }
 
-impl Default for Random {
-    fn default() -> Random {
-        Random(1)
-    }
-}
-
 impl SortedList {
-    /// How many entries it can hold.
+    /// The most entries that it is measured with, as many as such a list holds.
     pub(super) const MOST: u64 = 2048;
 
     /// The link to the first node for which `stop` is true, or the last link.
     fn link(&mut self, stop: impl Fn(&Node) -> bool) -> &mut Option<Box<Node>> {
-        let mut link = &mut self.head;
+        let mut link = &mut self.0;
         while link.as_ref().is_some_and(|node| !stop(node)) {
             link = &mut link.as_mut().expect("looked at above").next;
         }
@@ -111,7 +99,7 @@ impl Table for SortedList {
     #[inline]
     fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
         let (mut at, mut left, mut found) = (addr, len, None);
-        let mut next = self.head.as_deref();
+        let mut next = self.0.as_deref();
         while let Some(node) = next {
             if at < node.iova {
                 break;
@@ -133,25 +121,15 @@ impl Table for SortedList {
     }
 
     fn insert(&mut self, iova: u64, len: u64, target: u64) {
-        if self.len == Self::MOST {
-            let mut link = &mut self.head;
-            for _ in 0..self.random.below(Self::MOST) {
-                link = &mut link.as_mut().expect("the list is that long").next;
-            }
-            *link = link.take().and_then(|node| node.next);
-            self.len -= 1;
-        }
         let link = self.link(|node| node.iova > iova);
         let next = link.take();
         *link = Some(Box::new(Node { iova, size: len, target, prot: 3, next }));
-        self.len += 1;
     }
 
     fn remove(&mut self, iova: u64, _: u64) {
         let link = self.link(|node| node.iova >= iova);
         if link.as_ref().is_some_and(|node| node.iova == iova) {
             *link = link.take().and_then(|node| node.next);
-            self.len -= 1;
         }
     }
 }
@@ -159,7 +137,7 @@ impl Table for SortedList {
 impl Drop for SortedList {
     fn drop(&mut self) {
         // One after the other: a list of boxes would else be dropped by recursion.
-        let mut next = self.head.take();
+        let mut next = self.0.take();
         while let Some(mut node) = next {
             next = node.next.take();
         }
@@ -258,16 +236,5 @@ mod tests {
         behaves::<Map>();
         behaves::<SortedList>();
         behaves::<Mutex<Map>>();
-    }
-
-    #[test]
-    fn the_list_is_bounded() {
-        let mut list = SortedList::default();
-        for entry in 0..3000 {
-            list.insert(entry << 12, 4096, 0);
-            assert!(list.lookup(entry << 12, 1).is_some(), "the newest is there");
-        }
-        let there = (0..3000).filter(|entry| list.lookup(entry << 12, 1).is_some()).count();
-        assert_eq!(there as u64, SortedList::MOST);
     }
 }

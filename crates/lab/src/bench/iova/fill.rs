@@ -6,15 +6,14 @@ use super::{
     pattern::{BESIDE, Live, Size},
     peers::{Contender, Subject, align, with_subject},
 };
-use crate::{block::mix, random::XorShift};
+use crate::{block::mix, random::SplitMix};
 
 /// Every implementation gets the same sequence of sizes, places and choices.
 const SEED: u64 = 0x001f_0c3a_10a7_10e5;
 
 /// A sequence of its own for every `part`.
-pub(super) fn random(part: u64) -> XorShift {
-    // Not 0.
-    XorShift(mix(SEED ^ part) | 1)
+pub(super) fn random(part: u64) -> SplitMix {
+    SplitMix(mix(SEED ^ part))
 }
 
 /// Sizes drawn before anything is timed, used again and again.

@@ -13,7 +13,7 @@ use super::{
     fill::{LiveSet, Slot, draw},
     oracle::{Oracle, Violation},
     pattern::{Live, Pattern, Size},
-    peers::{Contender, Control, Implementation, Subject, with_subject},
+    peers::{Contender, Implementation, Subject, with_subject},
     work::{Checked, Operate, Plain, Timed, Watched, Worker},
 };
 use crate::{
@@ -166,10 +166,11 @@ impl Entrant {
         }
         let (contender, clock, budget) = (&self.contender, method.clock, method.budget);
         let parts = workers(&mut self.set.churned, &self.sizes, threads, part);
-        let slices = together(&method.cpus, parts, |index, mut worker| {
-            Control::enter(index);
-            with_subject!(contender, subject => worker.slice(subject, pattern, budget))
-        });
+        let slices = together(
+            &method.cpus,
+            parts,
+            |_, mut worker| with_subject!(contender, subject => worker.slice(subject, pattern, budget)),
+        );
         let a_thread = |ns: fn(&Slice) -> f64| {
             let per_ns: f64 = slices.iter().map(|slice| slice.operations as f64 / ns(slice)).sum();
             threads as f64 / per_ns
@@ -187,8 +188,7 @@ impl Entrant {
         let refused = slices.into_iter().find_map(|slice| slice.refused);
 
         let parts = workers(&mut self.set.churned, &self.sizes, threads, part ^ 1 << 32);
-        let sampled = together(&method.cpus, parts, |index, mut worker| {
-            Control::enter(index);
+        let sampled = together(&method.cpus, parts, |_, mut worker| {
             let mut latencies = Latencies::new();
             with_subject!(contender, subject => {
                 worker.run(pattern, budget / 2, &mut Timed::new(subject, clock, &mut latencies));

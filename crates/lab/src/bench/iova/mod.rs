@@ -48,7 +48,7 @@ use crate::{
 };
 use measure::{Entrant, Method};
 use pattern::{Cell, Live, Pattern, Size};
-use peers::{Implementation, MOST_THREADS};
+use peers::Implementation;
 
 /// Bytes of a granule: a page of most machines.
 const GRANULE: u64 = 4096;
@@ -174,7 +174,7 @@ pub struct Options {
 
 counted! {
     /// A number of threads.
-    Threads(usize), "number of threads", PLAIN, 1..=MOST_THREADS as u64
+    Threads(usize), "number of threads", PLAIN, 1..=64
 }
 
 impl Options {
@@ -188,28 +188,27 @@ impl Options {
         };
         let (steps, expected) = placement::plan(&options);
         let progress = Progress::new(kind, steps, expected);
-        let rows = placement::measure(&options, &progress, stop);
-        progress.finish();
-        rows
+        placement::measure(&options, &progress, stop)
     }
 }
 
 impl Measure for Options {
+    const SHEET: &'static Sheet = &SHEET;
+
     fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
-        let options = self;
         // First, since it is short and may reject its options.
-        let placement = options.placement.as_ref().map(|_| options.placements(progress, stop));
+        let placement = self.placement.as_ref().map(|_| self.placements(progress, stop));
         let placement = placement.transpose()?;
-        if options.placement.as_deref() == Some("only") {
+        if self.placement.as_deref() == Some("only") {
             let interrupted = stopped(stop);
-            let nothing = Benchmark::new("iova", options.repeat);
+            let nothing = Benchmark::new("iova", self.repeat);
             return Ok(Benchmark { placement, interrupted, ..nothing });
         }
         let cells = Cell::plan(
-            options.lives.as_deref().unwrap_or(&Live::DEFAULTS),
-            options.sizes.as_deref().unwrap_or(&Size::DEFAULTS),
-            options.patterns.as_deref().unwrap_or(&Pattern::ALL),
-            options.lives.is_some() || options.sizes.is_some() || options.patterns.is_some(),
+            self.lives.as_deref().unwrap_or(&Live::DEFAULTS),
+            self.sizes.as_deref().unwrap_or(&Size::DEFAULTS),
+            self.patterns.as_deref().unwrap_or(&Pattern::ALL),
+            self.lives.is_some() || self.sizes.is_some() || self.patterns.is_some(),
         );
         if cells.is_empty() {
             return Err(Usage(
@@ -219,50 +218,42 @@ impl Measure for Options {
             )
             .into());
         }
-        for bits in [options.aperture_bits, FULL_BITS] {
-            aperture(bits).map_err(|error| Usage(format!("--aperture {bits}: {error}")))?;
-        }
         let method = Method {
             clock: Clock::calibrate(),
             cpus: threads::cpus(),
-            budget: options.budget,
-            fill_limit: Duration::from_secs(options.fill_limit),
+            budget: self.budget,
+            fill_limit: Duration::from_secs(self.fill_limit),
         };
-        let mut benchmark = Benchmark::new("iova", options.repeat);
+        let mut benchmark = Benchmark::new("iova", self.repeat);
         benchmark.settings = object([
-            ("aperture_bits", options.aperture_bits.into()),
+            ("aperture_bits", self.aperture_bits.into()),
             ("full_set_aperture_bits", FULL_BITS.into()),
             ("granule", GRANULE.into()),
-            ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+            ("budget_ms", (self.budget.as_secs_f64() * 1e3).into()),
             ("clock", method.clock.name().into()),
             ("clock_ns", method.clock.cost_ns.into()),
             ("cpus", method.cpus.clone().into()),
         ]);
-        let (most, cpus) = (options.threads.iter().map(|one| one.0).max(), method.cpus.len());
+        let (most, cpus) = (self.threads.iter().map(|one| one.0).max(), method.cpus.len());
         benchmark.warnings.extend(most.filter(|most| *most > cpus).map(|most| {
             format!(
                 "{most} threads on {cpus} processors: they take turns, and their scaling is \
                  meaningless"
             )
         }));
-        let step =
-            options.budget.mul_f64(1.0 + 1.0 / 8.0 + 1.0 / 2.0) * options.threads.len() as u32;
-        let steps =
-            cells.len() as u64 * options.implementations.len() as u64 * u64::from(options.repeat);
+        let step = self.budget.mul_f64(1.0 + 1.0 / 8.0 + 1.0 / 2.0) * self.threads.len() as u32;
+        let steps = cells.len() as u64 * self.implementations.len() as u64 * u64::from(self.repeat);
         let progress = Progress::new(progress, steps, step.mul_f64(steps as f64));
         benchmark.warnings.iter().for_each(|line| progress.note(line));
 
-        let run = Run { options, method: &method, progress: &progress, step, stop };
+        let run = Run { options: self, method: &method, progress: &progress, step, stop };
         // Those of one live set and size stand together.
-        for group in cells.chunk_by(|a, b| (a.live, a.size) == (b.live, b.size)) {
-            if stopped(stop) {
-                break;
-            }
+        let groups = cells.chunk_by(|a, b| (a.live, a.size) == (b.live, b.size));
+        for group in groups.take_while(|_| !stopped(stop)) {
             run.group(group, &mut benchmark);
         }
         benchmark.interrupted = stopped(stop);
         benchmark.placement = placement;
-        progress.finish();
         Ok(benchmark)
     }
 
@@ -273,9 +264,8 @@ impl Measure for Options {
     }
 }
 
-fn aperture(bits: u32) -> Result<Aperture, ringfence_iova::ApertureError> {
-    let last = 1u64.checked_shl(bits).map_or(u64::MAX, |end| end - 1);
-    Aperture::new(0, last, GRANULE)
+fn aperture(bits: u32) -> Aperture {
+    Aperture::new(0, (1 << bits) - 1, GRANULE).expect("24 to 57 bits")
 }
 
 struct Run<'a> {
@@ -292,8 +282,7 @@ impl Run<'_> {
     fn group(&self, cells: &[Cell], into: &mut Benchmark) {
         let Some(Cell { live, size, .. }) = cells.first().copied() else { return };
         let bits = if live.is_full() { FULL_BITS } else { self.options.aperture_bits };
-        // Checked before.
-        let Ok(aperture) = aperture(bits) else { return };
+        let aperture = aperture(bits);
         let mut entrants = Vec::new();
         for &implementation in self.options.implementations.iter() {
             if stopped(self.stop) {

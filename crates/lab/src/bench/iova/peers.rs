@@ -1,10 +1,6 @@
 //! What is measured: the allocators of this workspace, and peers from elsewhere.
 
-use std::{
-    cell::Cell,
-    collections::BTreeMap,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use ringfence_iova::{Allocator, Aperture, Placement, Request, SlabConfig, Slabs};
@@ -12,7 +8,7 @@ use ringfence_sync::{CachePadded, cpu::OsCpu};
 use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 
 use super::GRANULE;
-use crate::{allocators::AllocatorKind, list::named};
+use crate::{allocators::AllocatorKind, list::named, ranges::Ranges};
 
 /// What the benchmark needs of an allocator. All numbers are granules.
 pub(super) trait Subject: Sync {
@@ -87,7 +83,7 @@ impl Implementation {
             Implementation::Magazines => own(AllocatorKind::Magazines),
             Implementation::VmAllocator => Contender::VmAllocator(VmAllocator::new(first, last)),
             Implementation::BTreeMap => Contender::FreeRanges(FreeRanges::new(first, last)),
-            Implementation::Control => Contender::Control(Box::default()),
+            Implementation::Control => Contender::Control(Control),
         }
     }
 }
@@ -99,7 +95,7 @@ pub(super) enum Contender {
     Allocator(Box<dyn Allocator>),
     VmAllocator(VmAllocator),
     FreeRanges(FreeRanges),
-    Control(Box<Control>),
+    Control(Control),
 }
 
 /// Calls `$body` with `$subject` as what the contender holds.
@@ -112,10 +108,7 @@ macro_rules! with_subject {
             }
             Contender::VmAllocator($subject) => $body,
             Contender::FreeRanges($subject) => $body,
-            Contender::Control($subject) => {
-                let $subject = &**$subject;
-                $body
-            }
+            Contender::Control($subject) => $body,
         }
     };
 }
@@ -157,24 +150,12 @@ impl Subject for VmAllocator {
     }
 }
 
-/// Free ranges by their first granule, with their last; no two touch.
-pub(super) struct FreeRanges(Mutex<BTreeMap<u64, u64>>);
+/// The free granules.
+pub(super) struct FreeRanges(Mutex<Ranges>);
 
 impl FreeRanges {
     fn new(first: u64, last: u64) -> FreeRanges {
-        FreeRanges(Mutex::new(BTreeMap::from([(first, last)])))
-    }
-}
-
-/// Cuts `place..=end` out of the free range that holds it.
-fn cut(free: &mut BTreeMap<u64, u64>, (first, last): (u64, u64), (place, end): (u64, u64)) {
-    if place == first {
-        free.remove(&first);
-    } else {
-        free.insert(first, place - 1);
-    }
-    if end < last {
-        free.insert(end + 1, last);
+        FreeRanges(Mutex::new(Ranges([(first, last)].into())))
     }
 }
 
@@ -182,77 +163,42 @@ impl Subject for FreeRanges {
     fn take(&self, granules: u64) -> Option<u64> {
         let mut free = self.0.lock();
         let mask = align(granules) - 1;
-        let (place, first, last) = free.iter().rev().find_map(|(&first, &last)| {
+        let (place, hole) = free.0.iter().rev().find_map(|(&first, &last)| {
             let place = (last + 1).checked_sub(granules)? & !mask;
-            (place >= first).then_some((place, first, last))
+            (place >= first).then_some((place, (first, last)))
         })?;
-        cut(&mut free, (first, last), (place, place + granules - 1));
+        free.cut(hole, (place, place + granules - 1));
         Some(place)
     }
 
     fn give(&self, first: u64, granules: u64) -> bool {
-        let mut free = self.0.lock();
-        let (mut start, mut end) = (first, first + granules - 1);
-        if let Some((&below, &last)) = free.range(..=end).next_back() {
-            if last >= first {
-                return false;
-            }
-            if last + 1 == first {
-                start = below;
-            }
-        }
-        if let Some(above) = free.remove(&(end + 1)) {
-            end = above;
-        }
-        free.insert(start, end);
-        true
+        self.0.lock().insert(first, first + granules - 1).is_some()
     }
 
     fn place(&self, place: u64, granules: u64) -> bool {
-        let (mut free, end) = (self.0.lock(), place + granules - 1);
-        let hole = free.range(..=place).next_back().map(|(first, last)| (*first, *last));
-        let hole = hole.filter(|(_, last)| *last >= end);
-        hole.is_some_and(|hole| {
-            cut(&mut free, hole, (place, end));
-            true
-        })
+        self.0.lock().remove(place, place + granules - 1)
     }
 }
-
-/// Most threads that the control loop has lines for.
-pub(super) const MOST_THREADS: usize = 64;
-
-/// A cache line a thread, counting what it has taken.
-pub(super) struct Control([CachePadded<AtomicU64>; MOST_THREADS]);
 
 thread_local! {
-    static LINE: Cell<usize> = const { Cell::new(0) };
+    /// A cache line a thread, counting what it has taken.
+    static LINE: CachePadded<AtomicU64> = const { CachePadded::new(AtomicU64::new(0)) };
 }
 
-impl Control {
-    /// Which line this thread counts on.
-    pub(super) fn enter(index: usize) {
-        LINE.set(index % MOST_THREADS);
-    }
-}
-
-impl Default for Control {
-    fn default() -> Control {
-        Control(std::array::from_fn(|_| CachePadded::new(AtomicU64::new(0))))
-    }
-}
+/// Counts on a line of the thread's own.
+pub(super) struct Control;
 
 impl Subject for Control {
     #[inline]
     fn take(&self, _granules: u64) -> Option<u64> {
         // Ordering: what an allocator at least does, for the price of it.
-        Some(self.0[LINE.get()].fetch_add(1, Ordering::AcqRel))
+        Some(LINE.with(|line| line.fetch_add(1, Ordering::AcqRel)))
     }
 
     #[inline]
     fn give(&self, _first: u64, _granules: u64) -> bool {
         // Ordering: see `take`.
-        self.0[LINE.get()].fetch_sub(1, Ordering::AcqRel);
+        LINE.with(|line| line.fetch_sub(1, Ordering::AcqRel));
         true
     }
 }
@@ -267,7 +213,7 @@ mod tests {
     use super::*;
 
     fn free_ranges(subject: &FreeRanges) -> Vec<(u64, u64)> {
-        subject.0.lock().iter().map(|(first, last)| (*first, *last)).collect()
+        subject.0.lock().0.iter().map(|(first, last)| (*first, *last)).collect()
     }
 
     #[test]

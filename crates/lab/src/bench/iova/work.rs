@@ -6,21 +6,21 @@ use super::{
     pattern::{BATCH, Pattern},
     peers::Subject,
 };
-use crate::{bench::clock::Clock, random::XorShift, stats::Latencies};
+use crate::{bench::clock::Clock, random::SplitMix, stats::Latencies};
 
-/// Allocates and frees for a pattern. What is between `begin` and `end` is one operation; an
-/// operation in two parts ends its first part with `hold`.
+/// Allocates and frees for a pattern. What is between `begin` and `end` is one operation, or the rest of one
+/// whose first part took `before`: the `lap` since its own `begin`.
 pub(super) trait Operate {
     fn alloc(&mut self, granules: u64) -> Option<u64>;
     fn free(&mut self, first: u64, granules: u64);
     #[inline]
     fn begin(&mut self) {}
     #[inline]
-    fn hold(&mut self, _index: usize) {}
+    fn lap(&self) -> u64 {
+        0
+    }
     #[inline]
-    fn end(&mut self) {}
-    #[inline]
-    fn end_held(&mut self, _index: usize) {}
+    fn end(&mut self, _before: u64) {}
 }
 
 /// One thread's part of a pattern.
@@ -29,7 +29,7 @@ pub(super) struct Worker<'a> {
     slots: &'a mut [Slot],
     sizes: &'a [u64],
     next_size: usize,
-    rng: XorShift,
+    rng: SplitMix,
     batch: [Slot; BATCH],
 }
 
@@ -67,25 +67,26 @@ impl<'a> Worker<'a> {
         if let Some(first) = with.alloc(granules) {
             with.free(first, granules);
         }
-        with.end();
+        with.end(0);
         1
     }
 
     #[inline]
     fn batch(&mut self, with: &mut impl Operate) -> u64 {
-        for index in 0..BATCH {
+        let mut laps = [0; BATCH];
+        for (index, lap) in laps.iter_mut().enumerate() {
             let granules = self.size();
             with.begin();
             let first = with.alloc(granules);
-            with.hold(index);
+            *lap = with.lap();
             self.batch[index] = first.map_or(Slot::default(), |first| Slot { first, granules });
         }
-        for (index, slot) in self.batch.iter().enumerate() {
+        for (slot, lap) in self.batch.iter().zip(laps) {
             with.begin();
             if slot.granules > 0 {
                 with.free(slot.first, slot.granules);
             }
-            with.end_held(index);
+            with.end(lap);
         }
         BATCH as u64
     }
@@ -101,7 +102,7 @@ impl<'a> Worker<'a> {
             with.free(old.first, old.granules);
         }
         let first = with.alloc(granules);
-        with.end();
+        with.end(0);
         *slot = first.map_or(Slot::default(), |first| Slot { first, granules });
         1
     }
@@ -139,7 +140,6 @@ pub(super) struct Timed<'a, S: ?Sized> {
     plain: Plain<'a, S>,
     clock: Clock,
     begun: u64,
-    held: [u64; BATCH],
     /// What each took.
     pub(super) latencies: &'a mut Latencies,
 }
@@ -147,17 +147,7 @@ pub(super) struct Timed<'a, S: ?Sized> {
 impl<'a, S: ?Sized> Timed<'a, S> {
     pub(super) fn new(subject: &'a S, clock: Clock, latencies: &'a mut Latencies) -> Self {
         let plain = Plain { subject, failures: 0, refused: None };
-        Timed { plain, clock, begun: 0, held: [0; BATCH], latencies }
-    }
-
-    #[inline]
-    fn lap(&self) -> u64 {
-        self.clock.now().wrapping_sub(self.begun)
-    }
-
-    #[inline]
-    fn record(&mut self, ticks: u64) {
-        self.latencies.record(self.clock.ns(ticks).round() as u64);
+        Timed { plain, clock, begun: 0, latencies }
     }
 }
 
@@ -178,20 +168,14 @@ impl<S: Subject + ?Sized> Operate for Timed<'_, S> {
     }
 
     #[inline]
-    fn hold(&mut self, index: usize) {
-        self.held[index] = self.lap();
+    fn lap(&self) -> u64 {
+        self.clock.now().wrapping_sub(self.begun)
     }
 
     #[inline]
-    fn end(&mut self) {
-        let ticks = self.lap();
-        self.record(ticks);
-    }
-
-    #[inline]
-    fn end_held(&mut self, index: usize) {
-        let ticks = self.held[index] + self.lap();
-        self.record(ticks);
+    fn end(&mut self, before: u64) {
+        let ticks = before + self.lap();
+        self.latencies.record(self.clock.ns(ticks).round() as u64);
     }
 }
 

@@ -124,17 +124,6 @@ impl<S: Server> Pairs<S> {
     }
 }
 
-impl<S: Server> Subject for Pairs<S> {
-    fn sample(&mut self, how: How<'_>) -> Result<Sample> {
-        let (ns, operations) = self.measure(how)?;
-        Ok(vec![("ns", ns), ("operations", operations as f64)])
-    }
-
-    fn check(&mut self) -> Result<()> {
-        check(&mut self.rig, 0)
-    }
-}
-
 /// The driver's side, until the budget is spent; `wait` is called until the device has completed.
 fn drive(domain: &ViommuDomain, load: &mut Load, how: How<'_>, mut wait: impl Wait) -> Done {
     let batch = load.batch();
@@ -166,13 +155,16 @@ fn spin(stop: &AtomicBool) -> impl Wait {
     }
 }
 
-/// As [`Pairs`] on one core, with a thread and a request queue for each of several domains of one
-/// device.
+/// Pairs; if there are several, on one core each, with a thread and a request queue for each of several
+/// domains of one device.
 pub(super) struct Domains<S>(pub(super) Vec<Pairs<S>>);
 
 impl<S: Server> Subject for Domains<S> {
     fn sample(&mut self, how: How<'_>) -> Result<Sample> {
-        let results = together(how.cpus, self.0.iter_mut().collect(), |_, one| one.measure(how));
+        let results = match &mut self.0[..] {
+            [one] => vec![one.measure(how)],
+            all => together(how.cpus, all.iter_mut().collect(), |_, one| one.measure(how)),
+        };
         let samples = results.into_iter().collect::<Result<Vec<_>>>()?;
         let a_ns: f64 = samples.iter().map(|(ns, _)| 1.0 / ns).sum();
         let operations: u64 = samples.iter().map(|(_, operations)| operations).sum();
@@ -180,7 +172,7 @@ impl<S: Server> Subject for Domains<S> {
     }
 
     fn check(&mut self) -> Result<()> {
-        self.0.iter_mut().try_for_each(Subject::check)
+        self.0.iter_mut().try_for_each(|one| check(&mut one.rig, 0))
     }
 }
 

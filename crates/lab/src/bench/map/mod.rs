@@ -35,7 +35,7 @@ use super::{
     Benchmark, Interval, Measure, Row,
     clock::Clock,
     ping,
-    report::{Against, Figure, Part, Sheet, render},
+    report::{Against, Figure, Part, Sheet},
     rounds::{self, Rounds, Stop, stopped},
     row::{object, value},
     threads,
@@ -209,12 +209,13 @@ impl Options {
 }
 
 impl Measure for Options {
+    const SHEET: &'static Sheet = &SHEET;
+
     fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
-        let options = self;
         let cpus = threads::cpus();
-        let mut benchmark = Benchmark::new("map", options.repeat);
+        let mut benchmark = Benchmark::new("map", self.repeat);
         let clock = Clock::calibrate();
-        let two = options.ops.iter().any(|op| matches!(op, Op::TwoCores | Op::TwoDomains));
+        let two = self.ops.iter().any(|op| matches!(op, Op::TwoCores | Op::TwoDomains));
         let round_trip = || match cpus[..] {
             [a, b, ..] if two => ping::round_trip_ns([a, b]),
             _ => None,
@@ -224,27 +225,23 @@ impl Measure for Options {
         }
         let before = round_trip();
         let expected = |cell: Cell| {
-            let each = options.budget.mul_f64(1.3) * (options.repeat + 1);
-            each * options.entrants(cell.op).len() as u32
+            let each = self.budget.mul_f64(1.3) * (self.repeat + 1);
+            each * self.entrants(cell.op).len() as u32
         };
-        let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
-        let cells = options.cells();
+        let how = How { clock: &clock, cpus: &cpus, budget: self.budget };
+        let cells = self.cells();
         let all = cells.iter().copied().map(expected).sum();
         let progress = Progress::new(progress, cells.len() as u64, all);
-        for cell in cells {
-            if stopped(stop) {
-                break;
-            }
+        for cell in cells.into_iter().take_while(|_| !stopped(stop)) {
             progress.begin(&format!("{}, batches of {}", cell.op, cell.batch));
-            contest(cell, options, how, stop, &mut benchmark);
+            contest(cell, self, how, stop, &mut benchmark);
             progress.step(expected(cell));
         }
-        progress.finish();
-        if options.ops.contains(&Op::Memory) && !stopped(stop) {
-            memory(options, &mut benchmark);
+        if self.ops.contains(&Op::Memory) && !stopped(stop) {
+            memory(self, &mut benchmark);
         }
         benchmark.settings = object([
-            ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+            ("budget_ms", (self.budget.as_secs_f64() * 1e3).into()),
             ("cpus", json!(cpus)),
             ("clock", clock.name().into()),
             ("clock_ns", clock.cost_ns.into()),
@@ -252,10 +249,6 @@ impl Measure for Options {
         ]);
         benchmark.interrupted = stopped(stop);
         Ok(benchmark)
-    }
-
-    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
-        render(benchmark, &SHEET, details)
     }
 }
 
@@ -275,13 +268,10 @@ fn contest(cell: Cell, options: &Options, how: How<'_>, stop: &Stop, into: &mut 
     });
     let slice = |subject: &mut Box<dyn Subject>, budget| {
         let how = How { budget, ..how };
-        match cell.op {
-            // These bind their own threads.
-            Op::TwoCores | Op::TwoDomains => subject.sample(how),
-            _ => threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how)),
-        }
+        // Those of several threads bind these themselves.
+        threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how))
     };
-    let measure = |subject: &mut Box<dyn Subject>| {
+    let measure = |_: &_, subject: &mut Box<dyn Subject>, _| {
         // The processor's caches hold the others' data.
         slice(subject, options.budget / 4)?;
         slice(subject, options.budget)
@@ -376,8 +366,7 @@ fn of_device<S: rig::Server + 'static>(
     let two = op == Op::TwoCores;
     let one = |id| Ok(Pairs { rig: rig(id)?, load: Load::new(batch.0, order), two });
     Ok(match op {
-        Op::OneCore | Op::TwoCores => Box::new(one(1)?),
-        Op::TwoDomains => {
+        Op::OneCore | Op::TwoCores | Op::TwoDomains => {
             Box::new(Domains((1..=of.threads as u32).map(one).collect::<Result<_>>()?))
         }
         Op::OneOf => Box::new(OneOf::new(rig(1)?, of.live)?),

@@ -18,17 +18,15 @@ use super::rig::{Rig, Server, Serving};
 /// A mapping by its first address: its last address, its target, and its permissions.
 type Mappings = BTreeMap<u64, (u64, u64, MapFlags)>;
 
-/// The domains, and the endpoints attached to them: each behind one reader-writer lock.
+/// The domains, behind one reader-writer lock. An endpoint stays in the domain of its number.
 #[derive(Default)]
 struct State {
-    /// The domain of each endpoint.
-    endpoints: RwLock<BTreeMap<u32, u32>>,
     domains: RwLock<BTreeMap<u32, Mappings>>,
     /// UNMAP looks at every mapping of the domain.
     scan: bool,
 }
 
-/// Of locks.
+/// Of the lock.
 const WHOLE: &str = "no request panics";
 
 impl State {
@@ -37,14 +35,8 @@ impl State {
     fn execute(&self, request: Request) -> Status {
         let granule = PageSizes::X86.granule();
         match request {
-            Request::Attach { domain, endpoint, .. } => {
-                self.endpoints.write().expect(WHOLE).insert(endpoint, domain);
+            Request::Attach { domain, .. } => {
                 self.domains.write().expect(WHOLE).entry(domain).or_default();
-                Status::Ok
-            }
-            Request::Detach { domain, endpoint } => {
-                self.endpoints.write().expect(WHOLE).remove(&endpoint);
-                self.domains.write().expect(WHOLE).remove(&domain);
                 Status::Ok
             }
             Request::Map { domain, range, phys, flags } => {
@@ -66,12 +58,11 @@ impl State {
                 let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
                 unmap(mappings, range, self.scan)
             }
-            Request::Probe { .. } | Request::IotlbFlush { .. } => Status::Unsupp,
+            _ => Status::Unsupp,
         }
     }
 
-    fn access(&self, endpoint: u32, iova: u64) -> Option<u64> {
-        let domain = *self.endpoints.read().expect(WHOLE).get(&endpoint)?;
+    fn access(&self, domain: u32, iova: u64) -> Option<u64> {
         let domains = self.domains.read().expect(WHOLE);
         let (first, (last, phys, _)) = domains.get(&domain)?.range(..=iova).next_back()?;
         (iova <= *last).then(|| phys + (iova - first))

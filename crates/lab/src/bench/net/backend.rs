@@ -14,16 +14,10 @@ use super::{
 };
 use crate::bench::process::Process;
 
-/// Running back ends of one implementation, stopped while they are not used.
-pub(super) struct Backend {
-    ends: Vec<End>,
-    /// The one that is used.
-    used: usize,
-}
-
-struct End {
+/// A running back end, stopped while it is not used.
+pub(super) struct End {
     /// The back end, and its proxy if there is one.
-    processes: Vec<Process>,
+    pub(super) processes: Vec<Process>,
     socket: PathBuf,
     /// Ours: whether it loops frames back, and whether there is a proxy if that is compared.
     way: Option<(bool, Option<bool>)>,
@@ -54,54 +48,49 @@ pub(in crate::bench) fn ours(
     Ok((processes, socket))
 }
 
-impl Backend {
-    /// Ours, one for each way of use. `proxies`: those with a proxy, too, and those that they are
-    /// compared with.
-    pub(super) fn ringfence(folder: &Path, cpu: usize, proxies: bool) -> Result<Backend> {
-        let proxies = if proxies { &[None, Some(false), Some(true)][..] } else { &[None] };
-        let ways = proxies.iter().flat_map(|proxy| [true, false].map(|loops| (loops, *proxy)));
-        let ends = ways.map(|(loops, proxy)| {
-            let way = if loops { "--loopback" } else { "--probe" };
-            let kind = proxy.map_or("", |on| if on { ".back" } else { ".direct" });
-            // Polls, as testpmd does; beside a proxy it would keep the CPU that both have.
-            let notify = if proxy.is_some() { "adaptive" } else { "poll" };
-            let arguments = ["net", way, "--notify", notify, "--log", "info"];
-            let place = (folder, &*format!("ringfence{way}{kind}"));
-            let before = (proxy == Some(true)).then_some(Notify::Adaptive);
-            let (processes, socket) = ours("ringfence net", &arguments, place, cpu, before)?;
-            processes.iter().try_for_each(Process::pause)?;
-            Ok(End { processes, socket, way: Some((loops, proxy)), console: None })
-        });
-        Ok(Backend { ends: ends.collect::<Result<_>>()?, used: 0 })
-    }
+/// Ours, one for each way of use. `proxies`: those with a proxy, too, and those that they are
+/// compared with.
+pub(super) fn ringfence(folder: &Path, cpu: usize, proxies: bool) -> Result<Vec<End>> {
+    let proxies = if proxies { &[None, Some(false), Some(true)][..] } else { &[None] };
+    let ways = proxies.iter().flat_map(|proxy| [true, false].map(|loops| (loops, *proxy)));
+    let ends = ways.map(|(loops, proxy)| {
+        let way = if loops { "--loopback" } else { "--probe" };
+        let kind = proxy.map_or("", |on| if on { ".back" } else { ".direct" });
+        // Polls, as testpmd does; beside a proxy it would keep the CPU that both have.
+        let notify = if proxy.is_some() { "adaptive" } else { "poll" };
+        let arguments = ["net", way, "--notify", notify, "--log", "info"];
+        let place = (folder, &*format!("ringfence{way}{kind}"));
+        let before = (proxy == Some(true)).then_some(Notify::Adaptive);
+        let (processes, socket) = ours("ringfence net", &arguments, place, cpu, before)?;
+        processes.iter().try_for_each(Process::pause)?;
+        Ok(End { processes, socket, way: Some((loops, proxy)), console: None })
+    });
+    ends.collect()
+}
 
-    /// DPDK's.
-    pub(super) fn testpmd(folder: &Path, cpu: usize) -> Result<Backend> {
-        let socket = folder.join("testpmd.sock");
-        let (process, console) = Console::start(&socket, cpu)?;
-        let (processes, console) = (vec![process], Some(console));
-        Ok(Backend { ends: vec![End { processes, socket, way: None, console }], used: 0 })
-    }
+/// DPDK's.
+pub(super) fn testpmd(folder: &Path, cpu: usize) -> Result<Vec<End>> {
+    let socket = folder.join("testpmd.sock");
+    let (process, console) = Console::start(&socket, cpu)?;
+    let (processes, console) = (vec![process], Some(console));
+    Ok(vec![End { processes, socket, way: None, console }])
+}
 
-    /// Its process, and the proxy's if there is one.
-    pub(super) fn processes(&mut self) -> &mut [Process] {
-        &mut self.ends[self.used].processes
-    }
+/// The one that a case uses.
+pub(super) fn choose<'e>(ends: &'e mut [End], case: &Case) -> &'e mut End {
+    let proxy = if let Topic::Proxy(on) = case.topic { Some(on) } else { None };
+    let way = (case.direction == Direction::Loop, proxy);
+    let is_it = |end: &&mut End| end.way.is_none_or(|own| own == way);
+    ends.iter_mut().find(is_it).expect("an end for each way of use")
+}
 
-    /// Chooses the case for the calls that follow. To be called while it is stopped.
-    pub(super) fn choose(&mut self, case: &Case) {
-        let proxy = if let Topic::Proxy(on) = case.topic { Some(on) } else { None };
-        let way = (case.direction == Direction::Loop, proxy);
-        let is_it = |end: &End| end.way.is_none_or(|own| own == way);
-        self.used = self.ends.iter().position(is_it).expect("an end for each way of use");
-    }
-
+impl End {
     /// A connection to it.
     ///
     /// # Errors
     /// It does not listen.
     pub(super) fn connect(&self) -> Result<UnixStream> {
-        let path = &self.ends[self.used].socket;
+        let path = &self.socket;
         UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))
     }
 
@@ -110,7 +99,7 @@ impl Backend {
     /// # Errors
     /// It has ended, or does not respond.
     pub(super) fn begin(&mut self, direction: Direction) -> Result<()> {
-        let End { processes, console, .. } = &mut self.ends[self.used];
+        let End { processes, console, .. } = self;
         console.iter_mut().try_for_each(|console| console.begin(&mut processes[0], direction))
     }
 
@@ -119,7 +108,7 @@ impl Backend {
     /// # Errors
     /// As for [`begin`](Self::begin).
     pub(super) fn end(&mut self) -> Result<Option<Counted>> {
-        let End { processes, console, .. } = &mut self.ends[self.used];
+        let End { processes, console, .. } = self;
         console.as_mut().map(|console| console.end(&mut processes[0])).transpose()
     }
 }

@@ -1,13 +1,11 @@
 //! What is measured: which way packets go, and by what addresses.
 
-use std::{fmt, str::FromStr};
-
 use crate::load::net::{Addressing, Options as DriverOptions, RING};
 use serde_json::{Map, Value};
 
 use super::{Options, notified::Mapped};
 use crate::bench::row::object;
-use crate::list::{named, short};
+use crate::list::{counted, named};
 
 named! {
     /// A part of the benchmark.
@@ -53,31 +51,14 @@ named! {
     Dpdk = "dpdk",
 }
 
-/// How much an entry covers: 4k, 64k, 2m, 1g.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry(pub u64);
+counted! {
+    /// How much an entry covers: 4k, 64k, 2m, 1g.
+    Entry(u64), "power of two", ("kmg", 1 << 10), 4 << 10..=1 << 30, u64::is_power_of_two
+}
 
 impl Entry {
     /// Those of the default run.
     pub const ALL: [Entry; 4] = [Entry(1 << 30), Entry(2 << 20), Entry(64 << 10), Entry(4 << 10)];
-}
-
-impl fmt::Display for Entry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&short(self.0, ("kmg", 1 << 10)))
-    }
-}
-
-impl FromStr for Entry {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Entry, String> {
-        let lower = text.to_ascii_lowercase();
-        let found = (12..=30).map(|shift| Entry(1 << shift)).find(|size| size.to_string() == lower);
-        found.ok_or_else(|| {
-            format!("{text:?} is not the size of an entry: give a power of two from 4k to 1g")
-        })
-    }
 }
 
 /// One contest.
@@ -99,19 +80,22 @@ pub(super) enum Topic {
     Proxy(bool),
 }
 
-/// The addressing in a word or two, and as parameters.
-pub(in crate::bench) fn addresses(addressing: Addressing) -> (String, Map<String, Value>) {
+/// What a case is about: its part, its topic in a word or two, and that as parameters.
+pub(in crate::bench) type About = (&'static str, String, Map<String, Value>);
+
+/// A case about addresses.
+pub(in crate::bench) fn addresses(addressing: Addressing) -> About {
     match addressing {
-        Addressing::Physical => ("off".to_owned(), Map::new()),
+        Addressing::Physical => ("off", "off".to_owned(), Map::new()),
         Addressing::Static { entry, mergeable } => {
             let kind = if mergeable { "mergeable" } else { "unmergeable" };
             let params = object([("entry", entry.into()), ("mergeable", mergeable.into())]);
-            (format!("{} {kind}", Entry(entry)), params)
+            ("static", format!("{}/{kind}", Entry(entry)), params)
         }
         Addressing::Fresh { push } => {
             let kind = if push { "pushed" } else { "asked" };
             let params = object([("entry", 4096.into()), ("pushed", push.into())]);
-            (format!("dynamic {kind}"), params)
+            ("dynamic", format!("dynamic/{kind}"), params)
         }
     }
 }
@@ -133,29 +117,19 @@ impl Case {
         }
     }
 
-    /// The part that it belongs to, its topic in a word or two, and that as parameters.
-    fn about(&self) -> (Part, String, Map<String, Value>) {
+    fn about(&self) -> About {
         match self.topic {
-            Topic::Addresses(addressing) => {
-                let part = match addressing {
-                    Addressing::Physical => Part::Off,
-                    Addressing::Static { .. } => Part::Static,
-                    Addressing::Fresh { .. } => Part::Dynamic,
-                };
-                let (name, params) = addresses(addressing);
-                (part, name, params)
-            }
-            Topic::Notified(mapped) => (Part::Notified, mapped.name(), mapped.params()),
+            Topic::Addresses(addressing) => addresses(addressing),
+            Topic::Notified(mapped) => (Part::Notified.name(), mapped.name(), mapped.params()),
             Topic::Proxy(on) => {
                 let name = if on { "proxy" } else { "direct" };
-                (Part::Proxy, name.to_owned(), object([("proxy", on.into())]))
+                (Part::Proxy.name(), name.to_owned(), object([("proxy", on.into())]))
             }
         }
     }
 
     pub(super) fn name(&self) -> String {
-        let addresses = self.about().1.replace(' ', "/");
-        format!("{}/{}/{addresses}", self.direction, self.ring)
+        format!("{}/{}/{}", self.direction, self.ring, self.about().1)
     }
 
     /// Whether addresses are translated.
@@ -186,7 +160,7 @@ impl Case {
     pub(super) fn params(&self) -> Map<String, Value> {
         let (part, _, own) = self.about();
         let mut params = object([
-            ("part", part.name().into()),
+            ("part", part.into()),
             ("direction", self.direction.name().into()),
             ("ring", self.ring.name().into()),
             ("iommu", self.translated().into()),
@@ -271,7 +245,7 @@ mod tests {
             assert_eq!(text.parse::<Entry>().unwrap().to_string(), text);
         }
         assert_eq!("2M".parse(), Ok(Entry(2 << 20)));
-        for wrong in ["", "4", "2k", "3k", "2g", "4096"] {
+        for wrong in ["", "4", "2k", "3k", "2g", "4097"] {
             assert!(wrong.parse::<Entry>().is_err(), "{wrong}");
         }
     }
@@ -285,7 +259,7 @@ mod tests {
             assert!(off <= at);
             let driver = case.driver();
             let pages = (driver.rx_buffers + driver.tx_buffers) / 2 + 3;
-            assert!(case.about().0 != Part::Static || pages < 2048, "more than DPDK holds");
+            assert!(case.about().0 != "static" || pages < 2048, "more than DPDK holds");
         }
         assert!(cases.iter().any(|case| case.name() == "loop/split/4k/unmergeable"));
     }

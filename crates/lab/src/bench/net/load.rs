@@ -5,15 +5,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::{
-    backend::Backend,
+    backend::End,
     case::{Case, Direction},
+    testpmd::Counted,
 };
 use crate::{
     bench::{
         process::Process,
         window::{LOOK, Mark, STUCK, TURNS, Window},
     },
-    load::net::{Expect, NetDriver},
+    load::net::{Arrivals, Expect, NetDriver},
 };
 
 /// Packets that are sent at once.
@@ -29,7 +30,7 @@ const MESSAGES: Duration = Duration::from_millis(25);
 pub(super) const DEPTH: u64 = 64;
 
 /// Drives `backend` for `length`.
-pub(super) fn measure(backend: &mut Backend, case: &Case, length: Duration) -> Result<Window> {
+pub(super) fn measure(backend: &mut End, case: &Case, length: Duration) -> Result<Window> {
     backend.begin(case.direction).context("beginning")?;
     let expect = match case.direction {
         Direction::Rx => Expect::Foreign,
@@ -54,19 +55,7 @@ pub(super) fn measure(backend: &mut Backend, case: &Case, length: Duration) -> R
     // Takes what the back end still gave before it stopped.
     load.drain()?;
     let arrivals = load.driver.arrivals();
-    let (carried, lost) = match (case.direction, counted) {
-        (Direction::Loop, _) => (arrivals.sent, arrivals.lost),
-        // The back end's count against the driver's: a difference either way is a loss.
-        (Direction::Tx, Some(counted)) => {
-            (load.driver.taken(), load.driver.taken().abs_diff(counted.taken))
-        }
-        (Direction::Tx, None) => (load.driver.taken(), 0),
-        (Direction::Rx, Some(counted)) => {
-            let came = arrivals.good + arrivals.corrupt;
-            (counted.given, counted.given.abs_diff(came))
-        }
-        (Direction::Rx, None) => (arrivals.good, 0),
-    };
+    let (carried, lost) = account(case.direction, arrivals, load.driver.taken(), counted);
     let (late, corrupt) = (arrivals.late, arrivals.corrupt);
     let mut window = Window { carried, lost, late, corrupt, ..before.until(&after) };
     if case.addressing().is_fresh() {
@@ -75,6 +64,25 @@ pub(super) fn measure(backend: &mut Backend, case: &Case, length: Duration) -> R
     }
     load.driver.stop().context("stopping the rings")?;
     Ok(window)
+}
+
+/// Frames that should have come, and those that did not, of a driver whose frames were `taken`. What the
+/// back end has counted, if it has, against the driver's count: a difference either way is a loss.
+pub(super) fn account(
+    direction: Direction,
+    arrivals: &Arrivals,
+    taken: u64,
+    counted: Option<Counted>,
+) -> (u64, u64) {
+    match (direction, counted) {
+        (Direction::Loop, _) => (arrivals.sent, arrivals.lost),
+        (Direction::Tx, Some(counted)) => (taken, taken.abs_diff(counted.taken)),
+        (Direction::Tx, None) => (taken, 0),
+        (Direction::Rx, Some(counted)) => {
+            (counted.given, counted.given.abs_diff(arrivals.good + arrivals.corrupt))
+        }
+        (Direction::Rx, None) => (arrivals.good, 0),
+    }
 }
 
 struct Load {
@@ -102,8 +110,8 @@ impl Load {
         }
     }
 
-    fn mark(&self, backend: &mut Backend) -> Mark {
-        let cpu_ns = backend.processes().iter().map(Process::cpu_ns).sum();
+    fn mark(&self, backend: &End) -> Mark {
+        let cpu_ns = backend.processes.iter().map(Process::cpu_ns).sum();
         Mark::new(self.packets(), cpu_ns, self.driver.messages())
     }
 

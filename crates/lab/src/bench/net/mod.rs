@@ -18,24 +18,17 @@ mod notified;
 pub(super) mod rows;
 mod testpmd;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use clap::Args;
 
 use super::{
-    Benchmark, Measure, ping,
-    process::{Folder, Process},
-    report::{self, Against, Figure, Sheet, render},
-    rounds,
+    Benchmark, Measure,
+    process::{self, Process, last_words},
+    report::{self, Against, Figure, Sheet},
+    rounds::{Stop, stopped, turns},
     row::object,
-    threads,
     window::{self, Measured},
 };
 use crate::{
@@ -43,7 +36,7 @@ use crate::{
     progress::Kind,
     run::Usage,
 };
-use backend::Backend;
+use backend::End;
 use case::{Case, Direction, Entry, Implementation, Part, Ring, Topic};
 
 /// The most that may be lost: 0.005 %.
@@ -59,15 +52,7 @@ pub const SHEET: Sheet = Sheet {
     parts: &[report::Part {
         title: "frames",
         operation: "a frame",
-        against: &[
-            Against::PEERS,
-            Against {
-                ratio: "ratio_to_off",
-                by: "part",
-                what: "against no IOMMU",
-                ..Against::PEERS
-            },
-        ],
+        against: &[Against::PEERS, Against::new("ratio_to_off", "part", "against no IOMMU")],
         figures: &[
             Figure::new("packets_per_s", "Mpps", 1e6).with_half(),
             Figure::new("ratio_to_off", "x off", 1.0).with_half(),
@@ -163,9 +148,10 @@ struct Outcome {
 }
 
 impl Measure for Options {
-    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
-        let options = self;
-        let cases = options.cases();
+    const SHEET: &'static Sheet = &SHEET;
+
+    fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
+        let cases = self.cases();
         if cases.is_empty() {
             return Err(Usage(
             "there is nothing to measure: with packed rings, no dynamic part and no notified one"
@@ -173,10 +159,10 @@ impl Measure for Options {
         )
         .into());
         }
-        let mut benchmark = Benchmark::new("net", options.repeat);
+        let mut benchmark = Benchmark::new("net", self.repeat);
         let cpus = window::cpus(&mut benchmark);
         benchmark.settings = object([
-            ("window_s", options.window.as_secs_f64().into()),
+            ("window_s", self.window.as_secs_f64().into()),
             ("frame_bytes", 64.into()),
             ("ring", crate::load::net::RING.into()),
             ("backend_cpu", cpus[0].into()),
@@ -184,13 +170,15 @@ impl Measure for Options {
             ("most_lost", MOST_LOST.into()),
             ("messages_in_flight", load::DEPTH.into()),
         ]);
-        let folder = Folder::new()?;
+        let folder = process::folder()?;
         let mut backends = Vec::new();
-        for &implementation in options.implementations.iter() {
-            let proxies = options.parts.contains(&Part::Proxy);
+        for &implementation in self.implementations.iter() {
+            let proxies = self.parts.contains(&Part::Proxy);
             let started = match implementation {
-                Implementation::Ringfence => Backend::ringfence(&folder.0, cpus[0], proxies),
-                Implementation::Dpdk if testpmd::is_there() => Backend::testpmd(&folder.0, cpus[0]),
+                Implementation::Ringfence => backend::ringfence(folder.path(), cpus[0], proxies),
+                Implementation::Dpdk if testpmd::is_there() => {
+                    backend::testpmd(folder.path(), cpus[0])
+                }
                 Implementation::Dpdk => {
                     Err(anyhow!("DPDK's testpmd is not installed: apt-get install dpdk-dev"))
                 }
@@ -202,76 +190,60 @@ impl Measure for Options {
             backends.push((implementation, started));
         }
         let outcomes = cases.iter().flat_map(|&case| {
-            let all = options.implementations.iter().copied();
+            let all = self.implementations.iter().copied();
             let some = all.filter(move |implementation| case.is_for(*implementation));
             some.map(move |implementation| Outcome { case, implementation, windows: Vec::new() })
         });
         let mut outcomes: Vec<Outcome> = outcomes.collect();
-        let total = u64::from(options.repeat) * outcomes.len() as u64;
-        let step = options.window + OVERHEAD;
+        let total = u64::from(self.repeat) * outcomes.len() as u64;
+        let step = self.window + OVERHEAD;
         let progress = window::progress(progress, total, step, &benchmark);
-        'rounds: for round in 1..=options.repeat {
+        for round in 1..=self.repeat {
             for contest in outcomes.chunk_by_mut(|a, b| a.case == b.case) {
-                for Outcome { case, implementation, windows } in rounds::turns(contest, round) {
-                    if stop.load(Ordering::Relaxed) {
-                        break 'rounds;
-                    }
-                    let (name, repeat) = (case.name(), options.repeat);
+                for Outcome { case, implementation, windows } in turns(contest, round, stop) {
+                    let (name, repeat) = (case.name(), self.repeat);
                     progress.begin(&format!("{name}, {implementation}, round {round} of {repeat}"));
                     let backend = backends.iter_mut().find(|(one, _)| one == implementation);
                     let (_, backend) = backend.expect("one of each");
-                    windows.push(measure(backend, case, options.window, cpus));
+                    windows.push(measure(backend, case, self.window, cpus));
                     progress.step(step);
                 }
             }
         }
-        progress.finish();
-        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        benchmark.interrupted = stopped(stop);
         rows::fill(&mut benchmark, &outcomes);
         Ok(benchmark)
     }
-
-    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
-        render(benchmark, &SHEET, details)
-    }
 }
 
-/// One window, with the probe before and after it.
+/// One window.
 fn measure(
-    backend: &mut Result<Backend, String>,
+    ends: &mut Result<Vec<End>, String>,
     case: &Case,
     length: Duration,
     cpus: [usize; 2],
 ) -> Measured {
-    let mut ping = [None; 2];
-    if let Topic::Notified(mapped) = case.topic {
+    let measured = match (case.topic, ends) {
         // A device process of its own, which lives as long as the window.
-        ping[0] = ping::round_trip_ns(cpus);
-        let window = threads::bound_to(cpus[1], || {
-            notified::measure(mapped, case.direction, length, cpus[0])
-        });
-        ping[1] = ping::round_trip_ns(cpus);
-        return Measured { window: window.map_err(|error| format!("{error:#}")), ping };
-    }
-    let window = backend.as_mut().map_err(|why| why.clone()).and_then(|backend| {
-        backend.choose(case);
-        ping[0] = ping::round_trip_ns(cpus);
-        let window = threads::bound_to(cpus[1], || {
-            backend.processes().iter_mut().try_for_each(Process::resume)?;
-            let window = load::measure(backend, case, length).map_err(|error| {
-                // It logs the reason when its rings have stopped, after the connection was closed.
-                std::thread::sleep(REASON);
-                let printed = backend.processes().iter().map(Process::last_words);
-                let printed = printed.collect::<Vec<_>>().join("; ");
-                anyhow!("{error:#} (it printed: {printed})")
-            });
-            // Let it see the end of the connection before it is stopped.
-            std::thread::sleep(Duration::from_millis(10));
-            backend.processes().iter().try_for_each(Process::pause)?;
-            window
-        });
-        ping[1] = ping::round_trip_ns(cpus);
-        window.map_err(|error| format!("{error:#}"))
-    });
-    Measured { window, ping }
+        (Topic::Notified(mapped), _) => {
+            window::measured(cpus, || notified::measure(mapped, case.direction, length, cpus[0]))
+        }
+        (_, Err(why)) => Err(anyhow!("{why}")),
+        (_, Ok(ends)) => {
+            let end = backend::choose(ends, case);
+            window::measured(cpus, || {
+                end.processes.iter_mut().try_for_each(Process::resume)?;
+                let window = load::measure(end, case, length).map_err(|error| {
+                    // It logs the reason when its rings have stopped, after the connection was closed.
+                    std::thread::sleep(REASON);
+                    anyhow!("{error:#}{}", last_words(&end.processes))
+                });
+                // Let it see the end of the connection before it is stopped.
+                std::thread::sleep(Duration::from_millis(10));
+                end.processes.iter().try_for_each(Process::pause)?;
+                window
+            })
+        }
+    };
+    measured.unwrap_or_else(|error| Measured::failed(format!("{error:#}")))
 }

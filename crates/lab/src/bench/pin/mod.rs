@@ -175,10 +175,7 @@ impl Options {
         for cells in cells.chunk_by(|a, b| a.backing == b.backing) {
             let memory = Memory::new(cells[0].backing, Set::span(most))?
                 .inspect_err(|why| absent(why, options.backings.is_some(), show, &mut benchmark));
-            for &cell in cells {
-                if stopped(stop) {
-                    break;
-                }
+            for &cell in cells.iter().take_while(|_| !stopped(stop)) {
                 let Cell { backing, list, pages } = cell;
                 progress.begin(&format!("{pages} pages, {backing}, {list}"));
                 let on = (memory.as_ref(), name);
@@ -186,22 +183,22 @@ impl Options {
                 progress.step(options.expected(&cell));
             }
         }
-        progress.finish();
         benchmark.interrupted = stopped(stop);
         Ok(benchmark)
     }
 }
 
 impl Measure for Options {
+    const SHEET: &'static Sheet = &SHEET;
+
     fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
-        let options = self;
-        if let Some(traces) = &options.runs {
+        if let Some(traces) = &self.runs {
             return runs::run(traces, progress, stop);
         }
         let cpu = *threads::cpus().last().unwrap_or(&0);
         // Made first: it counts the CPUs that this thread may use.
-        let benchmark = Benchmark::new("pin", options.repeat);
-        threads::bound_to(cpu, || options.measured(benchmark, progress, stop))
+        let benchmark = Benchmark::new("pin", self.repeat);
+        threads::bound_to(cpu, || self.measured(benchmark, progress, stop))
     }
 
     fn print(&self, benchmark: &Benchmark, details: bool) -> String {
@@ -240,7 +237,7 @@ fn contest(
             into.errors.push(format!("{about}: not measured: {why}"));
         })
     });
-    let measure = |subject: &mut Box<dyn Subject + '_>| {
+    let measure = |_: &_, subject: &mut Box<dyn Subject + '_>, _| {
         // The processor's caches hold the others' data.
         let mut slice = |budget| subject.time(&set, (clock, budget), &mut times);
         slice(options.budget / 4)?;
@@ -292,8 +289,8 @@ fn subject<'m>(
 ) -> Result<Box<dyn Subject + 'm>, String> {
     let made = || -> Result<Box<dyn Subject + 'm>> {
         let mut subject: Box<dyn Subject + 'm> = match implementation {
-            Implementation::Ringfence => Box::new(Ours::new(set, memory, false)?),
-            Implementation::RingfenceEach => Box::new(Ours::new(set, memory, true)?),
+            Implementation::Ringfence => Box::new(Ours::new(set, memory, usize::MAX)?),
+            Implementation::RingfenceEach => Box::new(Ours::new(set, memory, 1)?),
             Implementation::PageByPage => Box::new(PageByPage::new(name, set.fresh.len(), memory)?),
             Implementation::RunsByHand => Box::new(RunsByHand::new(name, set, memory)?),
         };

@@ -27,6 +27,7 @@ use crate::{
         row::object,
     },
     progress::Kind,
+    ranges::Ranges,
     replay::{self, Recording, Stream},
 };
 
@@ -195,7 +196,8 @@ fn touched(first: u64, last: u64) -> Pages {
 
 fn find(stream: &Stream) -> Found {
     let mut found = Found::default();
-    let mut live: Vec<Live> = (0..stream.domains).map(|_| Live::default()).collect();
+    // What is mapped in each domain.
+    let mut live: Vec<Ranges> = (0..stream.domains).map(|_| Ranges::default()).collect();
     // Whether an allocation is in `live`, by its slot.
     let mut held = vec![false; stream.slots];
     // What was mapped since the last unmap, with the number of its domain: addresses of two are never
@@ -203,13 +205,13 @@ fn find(stream: &Stream) -> Found {
     let (mut iovas, mut memory) = (Vec::new(), Vec::new());
     for op in stream.ops() {
         let allocation = stream.allocation(op);
-        let pages = touched(allocation.first, allocation.last);
+        let pages @ (first, last) = touched(allocation.first, allocation.last);
         let (domain, slot) = (usize::from(allocation.domain), allocation.slot as usize);
         if op.free {
             runs(&mut iovas, &mut found.burst);
             runs(&mut memory, &mut found.burst_memory);
             if std::mem::take(&mut held[slot]) {
-                live[domain].remove(pages);
+                live[domain].remove(first, last);
             }
             continue;
         }
@@ -221,7 +223,7 @@ fn find(stream: &Stream) -> Found {
             // Memory is the same for all domains.
             memory.push((0, touched(piece.target, last)));
         }
-        if let Some(run) = live[domain].insert(pages) {
+        if let Some(run) = live[domain].insert(first, last) {
             held[slot] = true;
             found.in_flight.add(count(run));
             found.neighbours += u64::from(run != pages);
@@ -252,40 +254,6 @@ fn runs(pages: &mut Vec<(u16, Pages)>, into: &mut Lengths) {
         }
     }
     add(run);
-}
-
-/// What is mapped in a domain, as runs: their last pages by their first.
-#[derive(Default)]
-struct Live(BTreeMap<u64, u64>);
-
-impl Live {
-    /// The run that pages are part of when they are mapped; `None` if something is there already.
-    fn insert(&mut self, (first, last): Pages) -> Option<Pages> {
-        let below = self.0.range(..=last).next_back().map(|(from, to)| (*from, *to));
-        if below.is_some_and(|(_, to)| to >= first) {
-            return None;
-        }
-        let from = match below {
-            Some((from, to)) if to + 1 == first => from,
-            _ => first,
-        };
-        let to = last.checked_add(1).and_then(|next| self.0.remove(&next)).unwrap_or(last);
-        self.0.insert(from, to);
-        Some((from, to))
-    }
-
-    /// Takes pages out of the run that they are part of.
-    fn remove(&mut self, (first, last): Pages) {
-        let run = self.0.range(..=first).next_back().map(|(from, to)| (*from, *to));
-        let Some((from, to)) = run.filter(|(_, to)| *to >= last) else { return };
-        self.0.remove(&from);
-        if from < first {
-            self.0.insert(from, first - 1);
-        }
-        if last < to {
-            self.0.insert(last + 1, to);
-        }
-    }
 }
 
 #[cfg(test)]
@@ -381,38 +349,6 @@ mod tests {
     }
 
     proptest! {
-        #[test]
-        fn what_is_in_flight_is_that_of_a_bitmap(
-            script in prop::collection::vec((any::<bool>(), 0_u64..40, 1_u64..5), 1..80),
-        ) {
-            let mut live = Live::default();
-            let mut bitmap = [false; 48];
-            let mut mapped: Vec<Pages> = Vec::new();
-            for (map, first, count) in script {
-                let pages = (first, first + count - 1);
-                let range = first as usize..(first + count) as usize;
-                if map {
-                    let free = bitmap[range.clone()].iter().all(|page| !page);
-                    let run = live.insert(pages);
-                    prop_assert_eq!(run.is_some(), free);
-                    if free {
-                        bitmap[range].fill(true);
-                        mapped.push(pages);
-                        let below = (0..first as usize).rev().take_while(|at| bitmap[*at]).count();
-                        let above = (first + count..48).take_while(|at| bitmap[*at as usize]).count();
-                        let expected = (first - below as u64, pages.1 + above as u64);
-                        prop_assert_eq!(run, Some(expected));
-                    }
-                } else if !mapped.is_empty() {
-                    let pages = mapped.swap_remove(first as usize % mapped.len());
-                    live.remove(pages);
-                    bitmap[pages.0 as usize..=pages.1 as usize].fill(false);
-                }
-                let total: u64 = live.0.iter().map(|(from, to)| to - from + 1).sum();
-                prop_assert_eq!(total, bitmap.iter().filter(|page| **page).count() as u64);
-            }
-        }
-
         #[test]
         fn runs_of_a_burst_are_those_of_a_bitmap(
             pieces in prop::collection::vec((0_u16..2, 0_u64..40, 1_u64..5), 0..30),

@@ -3,7 +3,7 @@
 use ringfence_iommu::Iova;
 
 use super::params::Lie;
-use crate::random::XorShift;
+use crate::random::SplitMix;
 
 /// The size of a page in bytes.
 pub(super) const PAGE: usize = 4096;
@@ -60,7 +60,7 @@ pub(super) fn iova(page: usize) -> Iova {
 /// Every other place, in no order.
 fn shuffled(count: usize) -> Vec<usize> {
     let mut pages: Vec<usize> = (0..count).map(|n| 2 * n).collect();
-    XorShift(0x9e37_79b9_7f4a_7c15).shuffle(&mut pages);
+    SplitMix(0x9e37_79b9_7f4a_7c15).shuffle(&mut pages);
     pages
 }
 

@@ -1,10 +1,7 @@
 //! The ways to pin, timed and checked: our pinner, and by hand, with no accounting, no checks, no
 //! unwinding. Pages that are pinned already cost nothing by hand.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
@@ -16,11 +13,15 @@ use serde_json::{Value, json};
 
 use super::{
     memory::Memory,
+    params::Lie,
     ring::{NOTHING, Name, Ring, buffer},
     set::{BASE, PAGE, Set, iova},
 };
 use crate::{
-    bench::{clock::Clock, rounds::Sample},
+    bench::{
+        clock::Clock,
+        rounds::{Contest, Sample, Stop},
+    },
     memory,
 };
 
@@ -100,8 +101,8 @@ fn pinned_bytes() -> Result<u64> {
 /// permissions, counts, dirty bits.
 pub(super) struct Ours {
     pinner: Pinner<Uring>,
-    /// Called for each page, not for the list.
-    each: bool,
+    /// The most pages that it is called for.
+    at_once: usize,
 }
 
 impl Ours {
@@ -109,7 +110,7 @@ impl Ours {
     ///
     /// # Errors
     /// There is no io_uring, or that part cannot be pinned.
-    pub(super) fn new(set: &Set, memory: &Memory, each: bool) -> Result<Ours> {
+    pub(super) fn new(set: &Set, memory: &Memory, at_once: usize) -> Result<Ours> {
         let backing = Uring::new().context("io_uring")?;
         let mut pinner = Pinner::new(backing, Arc::new(Account::new("bench pin")));
         let window = Range::from_len(Iova(BASE), memory.len as u64).context("no memory")?;
@@ -117,31 +118,25 @@ impl Ours {
         for run in &set.held {
             pinner.pin_range(iova(run.first), (run.pages * PAGE) as u64, Prot::RW)?;
         }
-        Ok(Ours { pinner, each })
+        Ok(Ours { pinner, at_once })
     }
 }
 
 impl Subject for Ours {
     #[inline(always)]
     fn pin(&mut self, set: &Set) -> Result<()> {
-        if self.each {
-            for iova in &set.iovas {
-                self.pinner.pin(std::slice::from_ref(iova), Prot::RW)?;
-            }
-            return Ok(());
+        for iovas in set.iovas.chunks(self.at_once) {
+            self.pinner.pin(iovas, Prot::RW)?;
         }
-        Ok(self.pinner.pin(&set.iovas, Prot::RW)?)
+        Ok(())
     }
 
     #[inline(always)]
     fn unpin(&mut self, set: &Set) -> Result<()> {
-        if self.each {
-            for iova in &set.iovas {
-                self.pinner.unpin(std::slice::from_ref(iova))?;
-            }
-            return Ok(());
+        for iovas in set.iovas.chunks(self.at_once) {
+            self.pinner.unpin(iovas)?;
         }
-        Ok(self.pinner.unpin(&set.iovas)?)
+        Ok(())
     }
 }
 
@@ -212,85 +207,65 @@ impl Subject for RunsByHand {
     }
 }
 
-/// How long the ways are compared.
-const COMPARISON: Duration = Duration::from_millis(40);
-/// Times in a block.
-const BLOCK: u64 = 100;
+/// A table of one buffer, made for each page and given up after it.
+struct TableOfOne<'m> {
+    ring: Ring,
+    memory: &'m Memory,
+}
+
+impl Subject for TableOfOne<'_> {
+    #[inline(always)]
+    fn pin(&mut self, set: &Set) -> Result<()> {
+        Ok(self.ring.register(&buffer(self.memory.page(set.fresh[0]), 1))?)
+    }
+
+    #[inline(always)]
+    fn unpin(&mut self, _: &Set) -> Result<()> {
+        Ok(self.ring.unregister()?)
+    }
+}
+
+/// Rounds in which the calls for one page are compared, and how long each is measured in a round.
+const COMPARISON: (u32, Duration) = (5, Duration::from_millis(2));
 
 /// Measures the ways to pin one page, each in turns with the others: how the fastest names the ring,
 /// of those that can pin pages one after the other, and what each way takes.
 ///
 /// # Errors
-/// A call that every kernel has fails.
+/// The kernel has no call that pins one page after the other.
 pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<(Name, Vec<Value>)> {
-    let page = buffer(memory.page(0), 1);
-    let mut ways: Vec<OnePageCall<'_>> = Vec::new();
-    for (call, name) in
-        [("update, ring registered", Name::Registered), ("update", Name::Descriptor)]
-    {
-        // A kernel before 6.3 takes no registered rings in such calls.
-        let Ok(ring) = Ring::with_slots(name, 1) else { continue };
-        if ring.update(0, &[page]).is_err() && name == Name::Registered {
-            continue;
-        }
-        let once = move |pin: bool| ring.update(0, &[if pin { page } else { NOTHING }]);
-        ways.push(OnePageCall::new(call, Some(name), once));
-    }
-    let ring = Ring::new(Name::Descriptor)?;
-    let once = move |pin: bool| if pin { ring.register(&page) } else { ring.unregister() };
-    ways.push(OnePageCall::new("table of one", None, once));
-    let begun = Instant::now();
-    while begun.elapsed() < COMPARISON {
-        for OnePageCall { call, block, ticks, .. } in &mut ways {
-            let [pin, unpin] = block(clock).with_context(|| format!("pinning a page ({call})"))?;
-            *ticks = [ticks[0].min(pin), ticks[1].min(unpin)];
-        }
-    }
-    let each = |ticks| (clock.ns(ticks) / BLOCK as f64 - clock.cost_ns).max(0.0);
-    let sum = |way: &OnePageCall<'_>| way.ticks.map(each).iter().sum::<f64>();
-    let named = ways.iter().filter_map(|way| Some((way, way.name?)));
-    let fastest = named.min_by(|(a, _), (b, _)| sum(a).total_cmp(&sum(b)));
-    let (fastest, name) =
-        fastest.context("the kernel has no call that pins one page after the other")?;
-    let calls = ways.iter().map(|way| {
-        let ([pin_ns, unpin_ns], page_by_page) = (way.ticks.map(each), way.call == fastest.call);
-        json!({ "call": way.call, "pin_ns": pin_ns, "unpin_ns": unpin_ns, "page_by_page": page_by_page })
-    });
-    Ok((name, calls.collect()))
-}
-
-/// The ticks of a block's pins, and of its unpins.
-type Block<'a> = Box<dyn Fn(&Clock) -> rustix::io::Result<[u64; 2]> + 'a>;
-
-/// A call that pins one page, and how long it takes.
-struct OnePageCall<'a> {
-    call: &'static str,
-    /// How it names the ring, if it can pin pages one after the other.
-    name: Option<Name>,
-    block: Block<'a>,
-    /// Of the shortest block.
-    ticks: [u64; 2],
-}
-
-impl<'a> OnePageCall<'a> {
-    /// `once` pins (true) or unpins the page. Each has a loop of its own, into which it is inlined.
-    fn new(
-        call: &'static str,
-        name: Option<Name>,
-        once: impl Fn(bool) -> rustix::io::Result<()> + 'a,
-    ) -> OnePageCall<'a> {
-        let block = move |clock: &Clock| {
-            let mut ticks = [0, 0];
-            for _ in 0..BLOCK {
-                let begun = clock.now();
-                once(true)?;
-                let pinned = clock.now();
-                once(false)?;
-                ticks[0] += pinned.wrapping_sub(begun);
-                ticks[1] += clock.now().wrapping_sub(pinned);
-            }
-            Ok(ticks)
+    let (set, mut times) = (Set::new(Lie::Contiguous, 1), [Vec::new(), Vec::new()]);
+    let calls = [
+        ("update, ring registered", Some(Name::Registered)),
+        ("update", Some(Name::Descriptor)),
+        ("table of one", None),
+    ];
+    let make = |name: Option<Name>| -> Result<Box<dyn Subject + '_>> {
+        let mut subject: Box<dyn Subject + '_> = match name {
+            Some(name) => Box::new(PageByPage::new(name, 1, memory)?),
+            None => Box::new(TableOfOne { ring: Ring::new(Name::Descriptor)?, memory }),
         };
-        OnePageCall { call, name, block: Box::new(block), ticks: [u64::MAX; 2] }
-    }
+        // A kernel before 6.3 takes no registered rings in such calls.
+        subject.pin(&set)?;
+        subject.unpin(&set)?;
+        Ok(subject)
+    };
+    let make = |(_, name): &(_, _)| make(*name).map_err(|error| format!("{error:#}"));
+    let mut contest = Contest::new(calls, make);
+    let (rounds, budget) = COMPARISON;
+    let measure = |_: &_, subject: &mut Box<dyn Subject + '_>, _| {
+        subject.time(&set, (clock, budget), &mut times)
+    };
+    contest.run(rounds, &Stop::default(), measure, |_, _| {});
+    let ns = |one: &(_, _), figure| contest.taken(one)[figure].interval().median;
+    let named = calls.iter().filter_map(|one| Some((ns(one, "both")?, one.0, one.1?)));
+    let fastest = named.min_by(|(a, ..), (b, ..)| a.total_cmp(b));
+    let (_, fastest, name) =
+        fastest.context("the kernel has no call that pins one page after the other")?;
+    let found = calls.iter().filter_map(|one| {
+        let (pin, unpin) = (ns(one, "pin")?, ns(one, "unpin")?);
+        let page_by_page = one.0 == fastest;
+        Some(json!({ "call": one.0, "pin_ns": pin, "unpin_ns": unpin, "page_by_page": page_by_page }))
+    });
+    Ok((name, found.collect()))
 }

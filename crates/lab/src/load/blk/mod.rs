@@ -13,15 +13,15 @@ mod content;
 mod side;
 
 use std::{
-    io,
     os::unix::net::UnixStream,
     time::{Duration, Instant},
 };
 
+use anyhow::{Result, ensure};
 pub use content::{BLOCK, Content};
 pub use side::Tally;
 
-use crate::load::net::{Addressing, Messages, RING, Result, link::Link, space::Space};
+use crate::load::net::{Addressing, Messages, RING, link::Link, space::Space};
 use ringfence_virtq::{F_INDIRECT_DESC, driver};
 use side::Side;
 
@@ -67,7 +67,7 @@ impl BlkLoad {
     /// Brings a device up: features, memory, rings, and all lasting translations.
     ///
     /// # Errors
-    /// See [`NetDriverError`](crate::load::net::NetDriverError).
+    /// The system has no memory, or the back end hung up, or offers too little, or broke a ring.
     ///
     /// # Panics
     /// If the options make no sense: more queues or requests than there may be, or an entry's size
@@ -97,7 +97,7 @@ impl BlkLoad {
     /// many completed.
     ///
     /// # Errors
-    /// See [`NetDriverError`](crate::load::net::NetDriverError).
+    /// The back end hung up, or broke a ring.
     #[inline]
     pub fn turn(&mut self, more: bool) -> Result<usize> {
         let BlkLoad { link, sides, content, depth, tally } = self;
@@ -118,7 +118,7 @@ impl BlkLoad {
     /// proceeds without this.
     ///
     /// # Errors
-    /// See [`NetDriverError`](crate::load::net::NetDriverError).
+    /// The back end hung up, or broke a ring.
     pub fn serve_misses(&mut self) -> Result<u64> {
         self.link.serve_misses()
     }
@@ -141,15 +141,15 @@ impl BlkLoad {
     /// Waits until all requests are completed.
     ///
     /// # Errors
-    /// See [`NetDriverError`](crate::load::net::NetDriverError): `Io` if nothing completes within `timeout`.
+    /// The back end hung up, or broke a ring, or nothing completes within `timeout`.
     pub fn drain(&mut self, timeout: Duration) -> Result<()> {
         let mut since = Instant::now();
         while self.in_flight() > 0 {
             self.serve_misses()?;
             if self.turn(false)? > 0 {
                 since = Instant::now();
-            } else if since.elapsed() > timeout {
-                return Err(io::Error::from(io::ErrorKind::TimedOut).into());
+            } else {
+                ensure!(since.elapsed() <= timeout, "the back end completes nothing");
             }
         }
         Ok(())
@@ -158,7 +158,7 @@ impl BlkLoad {
     /// Stops the rings, all of whose requests have completed; returns what the disk holds.
     ///
     /// # Errors
-    /// See [`NetDriverError`](crate::load::net::NetDriverError).
+    /// The back end hung up, or broke a ring.
     pub fn stop(&mut self) -> Result<&Content> {
         let rings = 0..self.sides.len() as u16;
         rings.rev().try_for_each(|ring| self.link.stop_ring(ring))?;

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use anyhow::{Context, Result};
 use ringfence_mem::{PAGE_SIZE, Window};
 use ringfence_virtq::{
     Desc,
@@ -14,7 +15,7 @@ use super::{
     Options,
     content::{BLOCK, Content, bytes, ends},
 };
-use crate::load::net::{Addressing, Result, link::Link, ring::Ring, space::Space};
+use crate::load::net::{Addressing, link::Link, ring::Ring, space::Space};
 
 /// Most requests that are taken back at once.
 const BURST: usize = 64;
@@ -128,7 +129,7 @@ impl Side {
     ) -> Result<usize> {
         let fresh = link.space.addressing.is_fresh();
         let mut used = [Used::default(); BURST];
-        let count = self.ring.queue.pop_burst(&mut used)?;
+        let count = self.ring.queue.pop_burst(&mut used).context("the back end broke a ring")?;
         for Used { token, len } in &used[..count] {
             let buffer = &self.buffers[self.ring.index(*token as u32)];
             let mut status = [NO_STATUS];

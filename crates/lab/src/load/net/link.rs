@@ -8,19 +8,14 @@ use std::{
     time::Duration,
 };
 
+use anyhow::{Result, bail, ensure};
 use ringfence_vhost_user::{
-    Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses,
-    msg::{Header, code::BACKEND_IOTLB_MSG},
+    BackendMessage, BackendRequest, Frontend, FrontendChannel, Iotlb, ProtocolFeatures,
+    RingAddresses,
 };
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_RING_PACKED, F_VERSION_1, device, driver::QueueConfig};
-use rustix::net::SendFlags;
-use zerocopy::{FromBytes, IntoBytes};
 
-use super::{
-    Entry, NetDriverError, Result,
-    pipe::{Pipe, Records},
-    space::Space,
-};
+use super::{Entry, names, pipe::Pipe, space::Space};
 
 /// The time-out for any reply of a back end.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -31,7 +26,9 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) struct Link {
     front: Frontend,
     pub(crate) pipe: Pipe,
-    channel: Option<(UnixStream, Records)>,
+    channel: Option<FrontendChannel>,
+    /// What came on the channel at once.
+    requests: Vec<BackendRequest>,
     pub(crate) space: Space,
 }
 
@@ -50,18 +47,17 @@ impl Link {
         }
         let settled = front.negotiate(needed, protocol)?;
         if settled & needed != needed {
-            return Err(NetDriverError::Features(needed & !settled));
+            bail!("the back end does not offer {}", names(needed & !settled));
         }
         let mut channel = None;
         if space.addressing.translated() {
-            let (ours, theirs) = UnixStream::pair()?;
-            ours.set_nonblocking(true)?;
+            let (ours, theirs) = FrontendChannel::pair(TIMEOUT)?;
             front.set_backend_channel(theirs.as_fd())?;
-            channel = Some((ours, Records::new()));
+            channel = Some(ours);
         }
         front.set_mem_table(&[(space.ram.region(), space.ram.fd())])?;
         let pipe = Pipe::new(front.iotlb_handle());
-        Ok(Link { front, pipe, channel, space })
+        Ok(Link { front, pipe, channel, requests: Vec::new(), space })
     }
 
     /// Starts a ring whose areas lie from the offset `at` on; they are mapped first, as QEMU does it.
@@ -121,40 +117,28 @@ impl Link {
     /// that have come meanwhile, and returns how many these were. A miss at an unmapped address
     /// gets no UPDATE (rule D8).
     pub(crate) fn serve_misses(&mut self) -> Result<u64> {
-        let Link { pipe, channel, space, .. } = self;
-        let Some((channel, records)) = channel else { return Ok(0) };
+        let Link { pipe, channel, requests, space, .. } = self;
+        let Some(channel) = channel else { return Ok(0) };
         let before = pipe.messages.misses;
         pipe.flush()?;
-        records.receive(&*channel, |message| {
-            let (head, wire) = message.split_at(Header::LEN);
-            let head = Header::read_from_bytes(head).expect("that long");
-            let wire = IotlbWire::read_from_bytes(wire).expect("that long");
-            let message = wire.parse();
-            let known = head.request == BACKEND_IOTLB_MSG && head.check(false).is_ok();
-            let (true, Ok(message)) = (known && head.size as usize == size_of_val(&wire), message)
-            else {
-                return Err(NetDriverError::Channel(head.request));
-            };
-            let mut failed = 0_u64;
-            if let Iotlb::Miss { iova, .. } = message {
-                pipe.messages.misses += 1;
-                match space.entry(iova) {
-                    Some(entry) => _ = pipe.update(entry),
-                    None => failed = 1,
+        requests.clear();
+        let open = channel.recv_all(Some(Duration::ZERO), requests)?;
+        ensure!(open, "the back end has hung up its channel");
+        for request in requests {
+            let done = match request.message {
+                BackendMessage::Iotlb(Iotlb::Miss { iova, .. }) => {
+                    pipe.messages.misses += 1;
+                    space.entry(iova).map(|entry| pipe.update(entry)).is_some()
                 }
-            }
-            if head.needs_reply() {
+                BackendMessage::Iotlb(_) => true,
+                other => bail!("{other:?} on the back end's channel is no IOTLB message"),
+            };
+            if request.need_reply {
                 // Rule D9: the UPDATE first.
                 pipe.flush()?;
-                let header = Header::reply(BACKEND_IOTLB_MSG, size_of_val(&failed));
-                let bytes = [header.as_bytes(), &failed.to_ne_bytes()].concat();
-                let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-                // Whole or not at all: so short a message is not cut. A back end that does not read
-                // its replies loses them.
-                let _ = rustix::net::send(&*channel, &bytes, flags);
+                channel.reply(request, done)?;
             }
-            Ok(())
-        })?;
+        }
         pipe.flush()?;
         Ok(pipe.messages.misses - before)
     }
@@ -163,12 +147,17 @@ impl Link {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::net::{
-        Addressing,
-        pipe::{MESSAGE, update},
-    };
+    use crate::load::net::{Addressing, pipe::update};
     use ringfence_mem::Access;
+    use ringfence_vhost_user::{
+        IotlbWire,
+        msg::{Header, code::BACKEND_IOTLB_MSG},
+    };
     use std::io::{Read, Write};
+    use zerocopy::{FromBytes, IntoBytes};
+
+    /// Bytes of a message about an IOTLB.
+    const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
 
     /// A link between the ends of two sockets, over which a memory was announced, and their other
     /// ends.
@@ -180,8 +169,8 @@ mod tests {
         front.set_mem_table(&[(space.ram.region(), space.ram.fd())]).unwrap();
         while !read(&mut main).is_empty() {}
         let pipe = Pipe::new(front.iotlb_handle());
-        let channel = Some((channel, Records::new()));
-        (Link { front, pipe, channel, space }, main, theirs)
+        let channel = Some(FrontendChannel::new(channel, TIMEOUT));
+        (Link { front, pipe, channel, requests: Vec::new(), space }, main, theirs)
     }
 
     fn miss(iova: u64, ack: bool) -> Vec<u8> {
@@ -237,7 +226,7 @@ mod tests {
         for bytes in wrong {
             let (mut link, _main, mut channel) = link(space());
             channel.write_all(&bytes).unwrap();
-            assert!(matches!(link.serve_misses(), Err(NetDriverError::Channel(_))));
+            assert!(link.serve_misses().is_err());
         }
         let (mut link, _main, channel) = link(space());
         drop(channel);

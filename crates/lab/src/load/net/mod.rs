@@ -20,13 +20,11 @@ pub(crate) mod ring;
 mod side;
 pub(crate) mod space;
 
-use std::{io, os::unix::net::UnixStream};
+use std::os::unix::net::UnixStream;
 
-use ringfence_mem::MemError;
-use ringfence_vhost_user::FrontendError;
+use anyhow::Result;
 use ringfence_virtq::{
-    AddError, F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, RingError,
-    driver::QueueConfig,
+    F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, driver::QueueConfig,
 };
 
 pub use arrivals::{Arrivals, Expect};
@@ -37,9 +35,6 @@ use link::Link;
 use side::Side;
 use space::Space;
 
-/// The result of a driver's calls.
-pub(crate) type Result<T, E = NetDriverError> = std::result::Result<T, E>;
-
 /// Descriptors of a ring, as QEMU gives a device.
 pub const RING: u16 = 256;
 
@@ -49,36 +44,6 @@ const F_MRG_RXBUF: u64 = 1 << 15;
 /// The numbers of the first queue pair's rings.
 const RX: u16 = 0;
 const TX: u16 = 1;
-
-/// Why the driver cannot go on.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum NetDriverError {
-    /// A request to the back end failed.
-    #[error(transparent)]
-    Frontend(#[from] FrontendError),
-    /// The back end broke a ring.
-    #[error("the back end broke a ring: {0}")]
-    Ring(#[from] RingError),
-    /// A buffer could not be added to a ring.
-    #[error("adding a buffer: {0}")]
-    Add(#[from] AddError),
-    /// No memory.
-    #[error("the driver's memory: {0}")]
-    Memory(#[from] MemError),
-    /// A descriptor or a socket failed, or the back end hung up its channel.
-    #[error("the back end's channel: {0}")]
-    Io(#[from] io::Error),
-    /// The back end does not offer virtio features that were requested: these, as bits.
-    #[error("the back end does not offer {}", names(*.0))]
-    Features(u64),
-    /// A message on the back end's channel that is not an IOTLB message: the number of its request.
-    #[error("request {0} on the back end's channel is not an IOTLB message")]
-    Channel(u32),
-    /// A ring is at an address without an entry.
-    #[error("no entry for a ring at {0:#x}")]
-    NoEntry(u64),
-}
 
 /// The names of the features that the drivers here request.
 fn names(features: u64) -> String {
@@ -137,7 +102,7 @@ impl NetDriver {
     /// Brings a device up: features, memory, both rings, and all receive buffers in theirs.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// The system has no memory, or the back end hung up, or offers too little, or broke a ring.
     ///
     /// # Panics
     /// If the options make no sense: a ring's size or an entry's is no power of two.
@@ -162,7 +127,7 @@ impl NetDriver {
     /// is full.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// The back end hung up, or broke a ring.
     #[inline]
     pub fn send(&mut self, most: usize) -> Result<usize> {
         self.taken += self.tx.reclaim(&mut self.link, |_, _| {})?;
@@ -175,7 +140,7 @@ impl NetDriver {
     /// returns how many packets that were.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// The back end hung up, or broke a ring.
     #[inline]
     pub fn receive(&mut self) -> Result<usize> {
         let arrivals = &mut self.arrivals;
@@ -189,7 +154,7 @@ impl NetDriver {
     /// proceeds without this.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// The back end hung up, or broke a ring.
     pub fn serve_misses(&mut self) -> Result<u64> {
         self.link.serve_misses()
     }
@@ -230,7 +195,7 @@ impl NetDriver {
     /// replies: what messages cost. Only behind an IOMMU.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// The back end hung up, or broke a ring.
     pub fn round_trips(&mut self, count: u64, depth: u64) -> Result<()> {
         let Link { space, pipe, .. } = &mut self.link;
         let entry = space.mapped(space.device_addr(0))?;
@@ -244,7 +209,7 @@ impl NetDriver {
     /// Stops both rings. What is in them is forgotten.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// The back end hung up, or broke a ring.
     pub fn stop(mut self) -> Result<()> {
         [TX, RX].into_iter().try_for_each(|ring| self.link.stop_ring(ring))
     }

@@ -1,61 +1,15 @@
 //! IOTLB messages in flight: many are sent before the first reply is read.
 
-use std::{
-    io,
-    os::fd::AsFd,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
+use anyhow::{Result, ensure};
 use ringfence_mem::Access;
-use ringfence_vhost_user::{Iotlb, IotlbHandle, IotlbWire, msg::Header};
-use rustix::{io::Errno, net::RecvFlags};
+use ringfence_vhost_user::{Iotlb, IotlbHandle};
 
-use super::{Entry, Messages, Result};
+use super::{Entry, Messages};
 
-/// Bytes of a message about an IOTLB.
-pub(super) const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
 /// The time-out for a reply of the back end.
 const TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Messages about an IOTLB, from a stream that may cut them anywhere.
-#[derive(Debug)]
-pub(super) struct Records {
-    buffer: Box<[u8]>,
-    held: usize,
-}
-
-impl Records {
-    pub(super) fn new() -> Records {
-        Records { buffer: vec![0; 64 * MESSAGE].into(), held: 0 }
-    }
-
-    /// Receives what is there, without waiting, and calls `each` with every whole message.
-    pub(super) fn receive(
-        &mut self,
-        socket: impl AsFd,
-        mut each: impl FnMut(&[u8; MESSAGE]) -> Result<()>,
-    ) -> Result<()> {
-        loop {
-            let room = &mut self.buffer[self.held..];
-            let len = match rustix::net::recv(&socket, &mut *room, RecvFlags::DONTWAIT) {
-                Ok((_, 0)) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-                Ok((_, len)) => len,
-                Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
-                Err(errno) => return Err(io::Error::from(errno).into()),
-            };
-            let full = len == room.len();
-            self.held += len;
-            let (whole, _) = self.buffer[..self.held].as_chunks::<MESSAGE>();
-            let used = whole.len() * MESSAGE;
-            whole.iter().try_for_each(&mut each)?;
-            self.buffer.copy_within(used..self.held, 0);
-            self.held -= used;
-            if !full {
-                return Ok(());
-            }
-        }
-    }
-}
 
 /// The updates and invalidations of one driver, gathered and posted together. No other sender uses
 /// the connection.
@@ -111,9 +65,7 @@ impl Pipe {
         let begun = Instant::now();
         while !self.is_done(self.put()) {
             self.flush()?;
-            if begun.elapsed() > TIMEOUT {
-                return Err(io::Error::from(io::ErrorKind::TimedOut).into());
-            }
+            ensure!(begun.elapsed() <= TIMEOUT, "the back end does not reply");
         }
         Ok(())
     }

@@ -3,11 +3,11 @@
 
 use std::{
     collections::VecDeque,
-    io,
     ops::Range,
     os::fd::{AsFd, OwnedFd},
 };
 
+use anyhow::Result;
 use ringfence_run::event;
 use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
 use rustix::{
@@ -15,7 +15,7 @@ use rustix::{
     io::Errno,
 };
 
-use super::{Result, link::Link, space::RINGS};
+use super::{link::Link, space::RINGS};
 
 /// For how long a driver sleeps before it looks whether it is to end.
 const NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -88,7 +88,7 @@ impl Ring {
         if !self.queue.enable_notifications() {
             match poll(&mut [PollFd::new(call, PollFlags::IN)], Some(&NAP)) {
                 Ok(_) | Err(Errno::INTR) => event::drain(call),
-                Err(errno) => return Err(io::Error::from(errno).into()),
+                Err(errno) => return Err(errno.into()),
             }
         }
         self.queue.suppress_notifications();

@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
+use anyhow::{Context, Result};
 use ringfence_mem::Window;
 use ringfence_virtq::{
     Desc,
     driver::{QueueConfig, Used},
 };
 
-use super::{Addressing, Entry, Result, link::Link, ring::Ring, space::ROOM};
+use super::{Addressing, Entry, link::Link, ring::Ring, space::ROOM};
 use ringfence_devices::net::frame::{PACKET, packet};
 
 /// Most packets that are taken back at once.
@@ -59,7 +60,7 @@ impl Side {
     ) -> Result<u64> {
         let fresh = link.space.addressing.is_fresh();
         let mut used = [Used::default(); BURST];
-        let count = self.ring.queue.pop_burst(&mut used)?;
+        let count = self.ring.queue.pop_burst(&mut used).context("the back end broke a ring")?;
         for Used { token, len } in &used[..count] {
             let buffer = *token as u32;
             if *len > 0 {

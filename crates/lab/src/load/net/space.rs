@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use anyhow::{Context, Result};
 use ringfence_mem::{GuestRam, MemError, PAGE_SIZE};
 
-use super::{NetDriverError, Result};
-use crate::random::XorShift;
+use crate::random::SplitMix;
 
 /// Bytes of memory: as much as the largest entry covers. Only what is used takes memory.
 const RAM: usize = 1 << 30;
@@ -190,9 +190,9 @@ impl Space {
     /// The entry for an address that is mapped.
     ///
     /// # Errors
-    /// [`NetDriverError::NoEntry`].
+    /// There is none.
     pub(crate) fn mapped(&self, addr: u64) -> Result<Entry> {
-        self.entry(addr).ok_or(NetDriverError::NoEntry(addr))
+        self.entry(addr).with_context(|| format!("no entry for a ring at {addr:#x}"))
     }
 
     fn at(&self, first: u64, len: u64, offset: u64) -> Entry {
@@ -226,10 +226,9 @@ fn moved(to: &[u32], offset: u64, entry: u64) -> u64 {
 /// side at one end does not at the other. The same order each time.
 fn scattered(n: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..n).rev().collect();
-    let mut random = XorShift(0x2545_f491_4f6c_dd1d);
+    let mut random = SplitMix(0x2545_f491_4f6c_dd1d);
     for _ in 0..4 * n {
-        let random = random.next();
-        let (a, b) = ((random % u64::from(n)) as usize, ((random >> 32) % u64::from(n)) as usize);
+        let [a, b] = [(); 2].map(|()| random.index(n as usize));
         order.swap(a, b);
         let follows = |at: usize| at > 0 && order[at] == order[at - 1] + 1;
         if [a, b].iter().any(|&at| follows(at) || at + 1 < order.len() && follows(at + 1)) {

@@ -15,7 +15,7 @@ fn recording(stream: Stream) -> Recording {
 
 fn run(stream: Stream, options: Options, stop: bool) -> TraceReport {
     let recording = recording(stream);
-    let (stop, progress) = (AtomicBool::new(stop), Progress::new(Kind::Silent, 1, Duration::ZERO));
+    let (stop, progress) = (Stop::new(stop.into()), Progress::new(Kind::Silent, 1, Duration::ZERO));
     let mut replay = Replay {
         file: "x",
         recording: &recording,

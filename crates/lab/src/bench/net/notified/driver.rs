@@ -5,22 +5,21 @@ use std::os::unix::net::UnixStream;
 use crate::load::net::{Arrivals, Expect, packet};
 use anyhow::{Context, Result};
 
-use super::{
-    Mapped,
-    link::{self, Link, Peer},
-    ring::Ring,
+use super::{Mapped, link, ring::Ring};
+use crate::{
+    bench::net::{case::Direction, load::account, testpmd::Counted},
+    run::{device::Report, viommu::Behind},
 };
-use crate::{bench::net::case::Direction, run::device::Report};
 
 /// Most frames that are sent at once.
 const BURST: usize = 64;
 
 /// A pair of rings, and what came of them.
-pub(super) struct Driver {
+pub(super) struct Driver<P> {
     // First: dropped, and buffers unmapped, while there is an IOMMU.
     rx: Ring,
     tx: Ring,
-    pub(super) link: Link,
+    pub(super) link: Behind<P>,
     direction: Direction,
     /// What came back of what was sent, or came of the device's own frames: it always sends the same.
     arrivals: Arrivals,
@@ -39,14 +38,13 @@ pub(super) struct Account {
     pub(super) report: Report,
 }
 
-impl Driver {
+impl<P> Driver<P> {
     pub(super) fn open(
         mapped: Mapped,
         direction: Direction,
-        peer: impl FnOnce(UnixStream, UnixStream, bool) -> Result<Peer>,
-    ) -> Result<Driver> {
-        let loops = direction == Direction::Loop;
-        let (link, [rx, tx]) = link::open(mapped, |net, iommu| peer(net, iommu, loops))?;
+        peer: impl FnOnce(UnixStream, UnixStream) -> Result<P>,
+    ) -> Result<Driver<P>> {
+        let (link, [rx, tx]) = link::open(mapped, peer)?;
         let dma = mapped.translated().then_some(&link.dma);
         let rx = Ring::new(mapped, dma, rx, true);
         let tx = Ring::new(mapped, dma, tx, false);
@@ -105,8 +103,9 @@ impl Driver {
         }
     }
 
-    /// Ends it in order, and returns what became of all frames. Outstanding frames are lost.
-    pub(super) fn close(self) -> Result<Account> {
+    /// Ends it in order, and returns what became of all frames, and the device's report by `finish`. Outstanding
+    /// frames are lost.
+    pub(super) fn close(self, finish: impl FnOnce(&mut P) -> Result<Report>) -> Result<Account> {
         let Driver { mut rx, mut tx, mut link, direction, mut arrivals, taken } = self;
         // Transmit first: the device still gives back what it has taken.
         for index in [1, 0] {
@@ -116,18 +115,14 @@ impl Driver {
         rx.finish(|frame, len| arrivals.note(frame, len))?;
         arrivals.give_up();
         drop((rx, tx));
-        let report = link.hang_up().and_then(|()| link.peer.finish());
+        let report = link.hang_up().and_then(|()| finish(&mut link.peer));
         let report = report.context("ending the device process")?;
-        // The device's count against the driver's: a difference either way is a loss.
-        let (carried, lost, corrupt) = match direction {
-            Direction::Tx => (taken, taken.abs_diff(report.taken) + report.lost, 0),
-            Direction::Rx => {
-                let came = arrivals.good + arrivals.corrupt;
-                (report.given, report.given.abs_diff(came) + report.lost, arrivals.corrupt)
-            }
-            Direction::Loop => (arrivals.sent, arrivals.lost, arrivals.corrupt),
-        };
-        Ok(Account { carried, lost, late: arrivals.late, corrupt, report })
+        let counted = Counted { taken: report.taken, given: report.given };
+        let (carried, lost) = account(direction, &arrivals, taken, Some(counted));
+        // What the device lost does not come back: in a loop it is counted.
+        let more = if direction == Direction::Loop { 0 } else { report.lost };
+        let Arrivals { late, corrupt, .. } = arrivals;
+        Ok(Account { carried, lost: lost + more, late, corrupt, report })
     }
 
     #[cfg(test)]

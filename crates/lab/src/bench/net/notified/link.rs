@@ -14,9 +14,7 @@ use super::Mapped;
 use crate::{
     load::net::RING,
     run::{
-        device::{Report, Served},
         link::scatter,
-        process::Process,
         space::Space,
         viommu::{Behind, Setup, front_end, start_ring},
     },
@@ -30,58 +28,15 @@ const PAGE: usize = 4096;
 /// Guest memory for bounce slots.
 const POOLS: usize = 64 << 20;
 
-/// What is at the other end of the sockets.
-pub(super) enum Peer {
-    Process(Process),
-    #[cfg(test)]
-    Thread(Option<std::thread::JoinHandle<Result<Report>>>),
-}
-
-impl Peer {
-    /// A device process whose device loops back what is sent, or is a
-    /// [probe](ringfence_devices::net::Link::Probe).
-    pub(super) fn process(net: UnixStream, iommu: UnixStream, loops: bool) -> Result<Peer> {
-        let served = Served::Net { loops };
-        Process::start(served, 1, Notify::Poll, net.into(), iommu.into()).map(Peer::Process)
-    }
-
-    /// The same as a thread of this process.
-    #[cfg(test)]
-    pub(super) fn thread(net: UnixStream, iommu: UnixStream, loops: bool) -> Result<Peer> {
-        let serve = move || crate::run::device::serve_net([net, iommu], loops, Notify::Poll);
-        Ok(Peer::Thread(Some(std::thread::spawn(serve))))
-    }
-
-    /// CPU time of the device process so far, in nanoseconds.
-    pub(super) fn cpu_ns(&self) -> u64 {
-        match self {
-            Peer::Process(process) => process.cpu_ns(),
-            #[cfg(test)]
-            Peer::Thread(_) => 0,
-        }
-    }
-
-    /// Waits for its end; returns the device's report.
-    pub(super) fn finish(&mut self) -> Result<Report> {
-        match self {
-            Peer::Process(process) => process.finish(),
-            #[cfg(test)]
-            Peer::Thread(thread) => thread.take().expect("finished once").join().expect("no panic"),
-        }
-    }
-}
-
-/// A running network device behind its IOMMU.
-pub(super) type Link = Behind<Peer>;
-
 /// The queue of a ring, and its bundles: the pages that are mapped together.
 pub(super) type Parts = (Queue, Vec<PagedBuffer>);
 
-/// Brings up a device and its IOMMU; returns the parts of its receive ring and of its transmit ring.
-pub(super) fn open(
+/// Brings up a device, which `peer` serves at two sockets, and its IOMMU; returns the parts of its receive
+/// ring and of its transmit ring.
+pub(super) fn open<P>(
     mapped: Mapped,
-    peer: impl FnOnce(UnixStream, UnixStream) -> Result<Peer>,
-) -> Result<(Link, [Parts; 2])> {
+    peer: impl FnOnce(UnixStream, UnixStream) -> Result<P>,
+) -> Result<(Behind<P>, [Parts; 2])> {
     let config = QueueConfig { size: RING, event_idx: false, packed: false };
     let ring_bytes = config.offsets().len.next_multiple_of(PAGE);
     let max_bytes = if mapped.policy.bounces() { POOLS as u64 } else { 0 };
@@ -101,7 +56,7 @@ pub(super) fn open(
         let (front, net) = front_end()?;
         Ok((peer(net, iommu).context("starting a device process")?, front))
     };
-    let mut link = Link::open(setup, allocator, start)?;
+    let mut link = Behind::open(setup, allocator, start)?;
     link.agree(F_MRG_RXBUF, ProtocolFeatures::MQ, "network device")?;
     let mut queue = |index| -> Result<Queue> {
         let (window, _, base) = link.ring_memory(ring_bytes)?;

@@ -1,10 +1,14 @@
 //! One measurement.
 
-use std::time::{Duration, Instant};
+use std::{
+    os::unix::net::UnixStream,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Result, ensure};
+use ringfence_run::worker::Notify;
 
-use super::{Mapped, driver::Driver, link::Peer};
+use super::{Mapped, driver::Driver};
 use crate::{
     bench::{
         net::case::Direction,
@@ -12,7 +16,10 @@ use crate::{
         window::{LOOK, Mark, STUCK, TURNS, Window},
     },
     load::net::Messages,
-    run::device::Report,
+    run::{
+        device::{Report, Served},
+        process::Process,
+    },
 };
 
 /// How long frames flow before they are counted.
@@ -30,8 +37,12 @@ pub(in crate::bench::net) fn measure(
     length: Duration,
     cpu: usize,
 ) -> Result<Window> {
-    let start =
-        |net, iommu, loops| threads::bound_to(cpu, move || Peer::process(net, iommu, loops));
+    // What it is sent comes back, or it drops that and sends one frame again and again.
+    let served = Served::Net { loops: direction == Direction::Loop };
+    let start = |net: UnixStream, iommu: UnixStream| {
+        let start = || Process::start(served, 1, Notify::Poll, net.into(), iommu.into());
+        threads::bound_to(cpu, start)
+    };
     let mut driver = Driver::open(mapped, direction, start)?;
     run(&mut driver, WARM_UP)?;
     let before = mark(&driver);
@@ -43,7 +54,7 @@ pub(in crate::bench::net) fn measure(
     }
     let after = mark(&driver);
     drain(&mut driver)?;
-    let account = driver.close()?;
+    let account = driver.close(Process::finish)?;
     let Report { iommu_refused, faults, .. } = account.report;
     ensure!(iommu_refused == 0, "the virtio-iommu refused {iommu_refused} requests");
     ensure!(faults == 0, "the device met {faults} faults: {:?}", account);
@@ -58,13 +69,13 @@ pub(in crate::bench::net) fn measure(
 }
 
 /// Requests to the virtio-iommu are the messages.
-fn mark(driver: &Driver) -> Mark {
+fn mark(driver: &Driver<Process>) -> Mark {
     let iommu = driver.link.iommu.stats();
     let messages = Messages { misses: 0, updates: iommu.maps, invalidations: iommu.unmaps };
     Mark::new(driver.frames(), driver.link.peer.cpu_ns(), messages)
 }
 
-fn run(driver: &mut Driver, length: Duration) -> Result<()> {
+fn run<P>(driver: &mut Driver<P>, length: Duration) -> Result<()> {
     let end = Instant::now() + length;
     while Instant::now() < end {
         for _ in 0..TURNS {
@@ -75,7 +86,7 @@ fn run(driver: &mut Driver, length: Duration) -> Result<()> {
 }
 
 /// Waits until what was sent is taken and, in a loop, back, or lost.
-pub(super) fn drain(driver: &mut Driver) -> Result<()> {
+pub(super) fn drain<P>(driver: &mut Driver<P>) -> Result<()> {
     let mut since = Instant::now();
     while driver.outstanding() > 0 && since.elapsed() < OVERDUE {
         if driver.turn(false)? > 0 {

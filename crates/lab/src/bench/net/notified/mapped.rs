@@ -41,7 +41,7 @@ impl Mapped {
         let shape = match (policy, bundle, run) {
             (Policy::Off | Policy::Bounce, ..) => String::new(),
             (_, 1, _) => "/each".to_owned(),
-            (_, bundle, 1) => format!("/{bundle} scattered"),
+            (_, bundle, 1) => format!("/{bundle}/scattered"),
             (_, bundle, _) => format!("/{bundle}"),
         };
         format!("notified/{policy}{shape}")

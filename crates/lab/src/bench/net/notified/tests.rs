@@ -1,29 +1,42 @@
 //! The whole of it in one process: the device is a thread.
 
 use std::{
-    os::unix::net::UnixStream,
-    thread,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use anyhow::Result;
 use ringfence_dma::Policy;
+use ringfence_run::worker::Notify;
 
 use super::{
     Mapped,
-    driver::{Account, Driver},
-    link::Peer,
+    driver::{self, Account},
     load::drain,
     ring::Ring,
 };
-use crate::bench::net::case::Direction;
+use crate::{
+    bench::net::case::Direction,
+    run::device::{Report, serve_net},
+};
 
 /// Longer than anything takes on a busy machine; a test that waits so long has failed.
 const LONG: Duration = Duration::from_secs(120);
 
+/// A driver of a device that is a thread, until that has ended.
+type Driver = driver::Driver<Option<JoinHandle<Result<Report>>>>;
+
 fn open(mapped: Mapped, direction: Direction) -> Driver {
-    let peer: fn(UnixStream, UnixStream, bool) -> Result<Peer> = Peer::thread;
-    Driver::open(mapped, direction, peer).unwrap()
+    let loops = direction == Direction::Loop;
+    let start =
+        |net, iommu| Ok(Some(thread::spawn(move || serve_net([net, iommu], loops, Notify::Poll))));
+    Driver::open(mapped, direction, start).unwrap()
+}
+
+fn close(driver: Driver) -> Account {
+    let end =
+        driver.close(|thread| thread.take().expect("finished once").join().expect("no panic"));
+    end.unwrap()
 }
 
 fn turns(driver: &mut Driver, mut done: impl FnMut(&Driver) -> bool) {
@@ -49,7 +62,7 @@ fn drain_all(driver: &mut Driver) {
 
 fn end(mut driver: Driver) -> Account {
     drain_all(&mut driver);
-    driver.close().unwrap()
+    close(driver)
 }
 
 #[test]
@@ -120,7 +133,7 @@ fn a_frame_that_was_unmapped_cannot_be_read() {
         // That is shown before the frame is given back.
         let came = rx.pop_stray().unwrap();
         assert_eq!(came.is_some(), reached, "{mapped:?}");
-        let report = driver.close().unwrap().report;
+        let report = close(driver).report;
         assert_eq!((report.faults > 0, report.lost > 0), (!reached, !reached), "{report:?}");
     }
 }
@@ -137,7 +150,7 @@ fn a_buffer_that_was_unmapped_cannot_be_written() {
         assert_eq!(wait(rx).map(|len| len > 0), Some(reached), "{mapped:?}");
         let (_, frame) = tx.stale();
         assert_eq!(frame.to_vec().iter().all(|&byte| byte == 0xa5), !reached, "{mapped:?}");
-        let report = driver.close().unwrap().report;
+        let report = close(driver).report;
         assert_eq!(report.faults > 0, !reached, "{mapped:?}: {report:?}");
     }
 }
