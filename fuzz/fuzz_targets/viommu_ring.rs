@@ -16,7 +16,7 @@ use ringfence_iommu::{Fault, FaultReason, FaultSink, Iova, Prot, table::Limits};
 use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
     device::{Backing as _, Binding, DeviceConfig, EventQueue, FaultQueue, RequestQueue},
-    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request},
+    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, UnmapRequest},
 };
 use ringfence_virtq::{
     Desc, device, driver,
@@ -47,9 +47,9 @@ fn requests() -> Vec<Request> {
     let map = |domain, page: u64| {
         let range = range(page << 12, (page << 12) + 0xfff);
         let flags = MapFlags::READ | MapFlags::WRITE;
-        Request::Map { domain, range, phys: page << 12, flags }
+        Request::Map(MapRequest { domain, range, phys: page << 12, flags })
     };
-    let unmap = |domain| Request::Unmap { domain, range: range(0, u64::MAX) };
+    let unmap = |domain| Request::Unmap(UnmapRequest { domain, range: range(0, u64::MAX) });
     vec![
         attach(1, 1),
         map(1, 0x20),

@@ -22,7 +22,7 @@ use ringfence_run::PeerFd;
 use ringfence_vhost_user::SavedConnection;
 use ringfence_virtio_iommu::{
     device::{Backing as _, Binding, DeviceConfig, Journal, RequestQueue},
-    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request},
+    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, UnmapRequest},
 };
 use ringfence_virtq::{
     Desc, device, driver,
@@ -78,10 +78,15 @@ fn request([what, a, b, c, d]: [u8; 5]) -> Request {
         0 => Request::Attach { domain, endpoint, flags: AttachFlags::empty() },
         1 => Request::Attach { domain, endpoint, flags: AttachFlags::BYPASS },
         2 if what & 8 != 0 => Request::Detach { domain, endpoint },
-        2 | 3 => Request::Unmap { domain, range },
+        2 | 3 => Request::Unmap(UnmapRequest { domain, range }),
         _ => {
             let flags = MapFlags::from_bits_truncate(u32::from(what >> 3 & 7));
-            Request::Map { domain, range, phys: u64::from(what) << 20 | u64::from(d) << 12, flags }
+            Request::Map(MapRequest {
+                domain,
+                range,
+                phys: u64::from(what) << 20 | u64::from(d) << 12,
+                flags,
+            })
         }
     }
 }

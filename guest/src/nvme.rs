@@ -32,7 +32,7 @@ use ringfence_vfio::{
 type Domain = Arc<Type1<Attached>>;
 type Space = Arc<Slabs<OsCpu>>;
 type Disk = Controller<Domain, Space, Bar>;
-type Queue = IoQueue<Domain, Space, Bar, Buffer>;
+type Queue<B = Buffer> = IoQueue<Domain, Space, Bar, B>;
 
 const PAGE: usize = 4096;
 

@@ -15,6 +15,9 @@ use ringfence_drivers::nvme::{Buffer, Completion, Data, Namespace, Op};
 
 use super::{Disk, Machine, PAGE, Queue, buffer, first};
 
+/// What a command carries: one buffer, or one for each page.
+type List = Vec<Buffer>;
+
 const DEPTH: u32 = 16;
 const ROUNDS: usize = 4;
 const ROUND: Duration = Duration::from_millis(400);
@@ -72,16 +75,16 @@ pub(super) fn run(machine: &Machine) -> Result<()> {
 }
 
 fn turn(disk: &Disk, row: Row, size: usize) -> Result<(u64, f64, f64)> {
-    let (space, mut queue) = (first(disk)?, super::queue(disk, DEPTH)?);
+    let (space, mut queue) = (first(disk)?, disk.queue(DEPTH)?);
     let arena = match row {
         Row::Persistent => {
-            let arena = buffer(size * DEPTH as usize)?;
+            let arena = vec![buffer(size * DEPTH as usize)?];
             let arena = disk.device().map_persistent(arena, Direction::FromDevice);
             Some(Arc::new(arena.map_err(|error| error.error())?))
         }
         _ => None,
     };
-    let mut ready: Vec<(Data<Buffer>, u64)> = Vec::new();
+    let mut ready: Vec<(Data<List>, u64)> = Vec::new();
     for n in 0..u64::from(DEPTH) {
         ready.push((data(row, arena.as_ref(), size, n)?, n));
     }
@@ -109,26 +112,26 @@ fn turn(disk: &Disk, row: Row, size: usize) -> Result<(u64, f64, f64)> {
 
 fn data(
     row: Row,
-    arena: Option<&Arc<Persistent<Buffer>>>,
+    arena: Option<&Arc<Persistent<List>>>,
     size: usize,
     n: u64,
-) -> Result<Data<Buffer>> {
+) -> Result<Data<List>> {
     Ok(match arena {
         None if row == Row::Pages => {
-            Data::List((0..size / PAGE).map(|_| buffer(PAGE)).collect::<Result<_>>()?)
+            Data::Buffer((0..size / PAGE).map(|_| buffer(PAGE)).collect::<Result<_>>()?)
         }
         Some(arena) => {
             let at = n * size as u64;
             Data::Persistent(Arc::clone(arena), at..at + size as u64)
         }
-        None => Data::Buffer(buffer(size)?),
+        None => Data::Buffer(vec![buffer(size)?]),
     })
 }
 
 fn submit(
-    queue: &mut Queue,
+    queue: &mut Queue<List>,
     space: &Namespace,
-    ready: &mut Vec<(Data<Buffer>, u64)>,
+    ready: &mut Vec<(Data<List>, u64)>,
     state: &mut u64,
 ) -> Result<()> {
     for (data, token) in ready.drain(..) {

@@ -29,8 +29,8 @@ use ringfence_vhost_user::{F_PROTOCOL_FEATURES, Frontend, ProtocolFeatures};
 use ringfence_virtio_iommu::{
     kit::{Event, Failed, Refused, Subject},
     wire::{
-        AttachFlags, CONFIG_LEN, EVENT_QUEUE, Features, MAX_REQUEST_LEN, MapFlags, REQUEST_QUEUE,
-        Request, Status, TAIL_LEN,
+        AttachFlags, CONFIG_LEN, EVENT_QUEUE, Features, MAX_REQUEST_LEN, MapFlags, MapRequest,
+        REQUEST_QUEUE, Request, Status, TAIL_LEN, UnmapRequest,
     },
 };
 use ringfence_virtq::{Desc, F_VERSION_1};
@@ -402,8 +402,8 @@ impl Subject for VhostSubject {
         let range = self.disk_range(n)?;
         let domain = self.attached.get(&endpoint).filter(|(_, bypass)| !bypass);
         let mapped = domain.map(|&(domain, _)| domain).filter(|&domain| {
-            let flags = MapFlags::READ | MapFlags::WRITE;
-            self.own_request(Request::Map { domain, range, phys: range.first().0, flags })
+            let (phys, flags) = (range.first().0, MapFlags::READ | MapFlags::WRITE);
+            self.own_request(Request::Map(MapRequest { domain, range, phys, flags }))
         });
         // Nothing is reached without a domain, unless the device says that it then lets through all.
         let mut bypass = [0];
@@ -414,7 +414,7 @@ impl Subject for VhostSubject {
         let timeout = if reaches { timeout } else { timeout.min(NOTHING) };
         let result = self.disks[n].access(iova, write, bytes, timeout);
         if let Some(domain) = mapped {
-            self.own_request(Request::Unmap { domain, range });
+            self.own_request(Request::Unmap(UnmapRequest { domain, range }));
         }
         self.expects_event |= result.is_err() && !self.posted.is_empty();
         Some(result)

@@ -14,7 +14,8 @@ use ringfence_vfio_testing::fake::{self, FakeConfig, Group, Memory, Owner, Step}
 use ringfence_virtio_iommu::{
     device::{Device, DeviceConfig, HostRegion, Mirror, Session},
     wire::{
-        AttachFlags, MAX_REQUEST_LEN, MapFlags, Properties, Request, Status, TAIL_LEN, parse_tail,
+        AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Properties, Request, Status, TAIL_LEN,
+        UnmapRequest, parse_tail,
     },
 };
 
@@ -155,11 +156,11 @@ impl Rig {
 
     fn map(&mut self, domain: u32, range: Range, page: u64) -> Status {
         let flags = MapFlags::READ | MapFlags::WRITE;
-        self.send(Request::Map { domain, range, phys: page * PAGE, flags })
+        self.send(Request::Map(MapRequest { domain, range, phys: page * PAGE, flags }))
     }
 
     fn unmap(&mut self, domain: u32, range: Range) -> Status {
-        self.send(Request::Unmap { domain, range })
+        self.send(Request::Unmap(UnmapRequest { domain, range }))
     }
 
     /// Where an endpoint of this process gets at a page.

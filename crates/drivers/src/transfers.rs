@@ -65,7 +65,7 @@ enum State<B> {
 
 impl<B> State<B> {
     /// Gathers a mapping, to be unmapped.
-    fn ending<D: Domain + 'static, A: Allocator + 'static>(
+    fn ending<D: Domain, A: Allocator>(
         unmaps: &mut UnmapBatch<D, A, B, usize>,
         mapping: Mapping<B>,
         at: usize,
@@ -82,7 +82,7 @@ impl<B> State<B> {
     }
 }
 
-impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
+impl<D: Domain, A: Allocator, B, W> Transfers<D, A, B, W> {
     /// At most `most` transfers at a time, whose buffers `device` maps.
     pub fn new(device: &Device<D, A>, most: usize) -> Self {
         Transfers {
@@ -340,7 +340,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     }
 }
 
-impl<D: Domain + 'static, A: Allocator + 'static, B, W> fmt::Debug for Transfers<D, A, B, W> {
+impl<D: Domain, A: Allocator, B, W> fmt::Debug for Transfers<D, A, B, W> {
     ringfence_sync::shows!(Transfers as it, under_way: it.under_way(), most: it.most);
 }
 

@@ -165,6 +165,17 @@ impl Range {
         Range { first: self.first.min(other.first), last: self.last.max(other.last) }
     }
 
+    /// The granules that lie in the range whole; `None` if there is none. `granule` is a power of two.
+    pub fn inward(self, granule: u64) -> Option<Range> {
+        let mask = granule.wrapping_sub(1);
+        let first = self.first.checked_add(mask)? & !mask;
+        let last = match self.last & mask == mask {
+            true => self.last,
+            false => (self.last & !mask).checked_sub(1)?,
+        };
+        Range::new(Iova(first), Iova(last))
+    }
+
     /// Whether both ends are aligned to `granule`, a power of two: the first address is a multiple
     /// of it and so is the address after the last (2^64 counts).
     #[inline]
@@ -216,5 +227,23 @@ mod tests {
         let c = Range::new(Iova(2), Iova(3)).unwrap();
         let d = Range::new(Iova(5), Iova(6)).unwrap();
         assert!(!c.touches(d));
+    }
+
+    #[test]
+    fn inward_is_every_granule_that_lies_in_it_whole() {
+        let inward = |first, last| Range::new(Iova(first), Iova(last)).unwrap().inward(4);
+        let top = u64::MAX - 15;
+        for base in [0, 16, top] {
+            for (first, last) in
+                (0..16).flat_map(|first| (first..16).map(move |last| (first, last)))
+            {
+                let whole = (0..16).step_by(4).filter(|at| first <= *at && at + 3 <= last);
+                let hull = (whole.clone().min(), whole.max().map(|at| at + 3));
+                let found = inward(base + first, base + last);
+                let found = found.map(|range| (range.first().0 - base, range.last().0 - base));
+                assert_eq!(found.unzip(), hull, "{first} to {last} from {base:#x}");
+            }
+        }
+        assert_eq!(Range::ALL.inward(1 << 63), Some(Range::ALL));
     }
 }

@@ -117,8 +117,8 @@ pub trait Translate {
     /// Some address cannot be reached, or the bytes do not lie in one piece.
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError>;
 
-    /// Checks the accesses made since the last call: an error if any touched memory that is gone (a
-    /// truncated file). Call it before results are published.
+    /// Checks the accesses made since the last call: an error if any may have touched memory that
+    /// is gone (a truncated file). Call it before results are published.
     ///
     /// # Errors
     /// [`AccessError::Lost`].

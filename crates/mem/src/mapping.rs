@@ -117,7 +117,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        let span = Span { base: self.base, len: self.len, watch: self.watch.take() };
+        let span = Remains { base: self.base, len: self.len, watch: self.watch.take() };
         if let Some(unmapper) = ELSEWHERE.get() {
             // If the unmapper has ended, the span is unmapped here.
             let _ = unmapper.send(span);
@@ -126,16 +126,16 @@ impl Drop for Mapping {
 }
 
 /// What a [`Mapping`] that was dropped leaves to be unmapped.
-struct Span {
+struct Remains {
     base: NonNull<u8>,
     len: usize,
     watch: Option<Registered>,
 }
 
 // SAFETY: the span is plain memory that nothing uses any more; it is only unmapped.
-unsafe impl Send for Span {}
+unsafe impl Send for Remains {}
 
-impl Drop for Span {
+impl Drop for Remains {
     fn drop(&mut self) {
         // Before the span is free: another thread may map and watch the same addresses at once.
         self.watch = None;
@@ -168,7 +168,7 @@ const PIECE: usize = 64 << 20;
 
 thread_local! {
     /// The thread that unmaps what this thread is the last to drop; `None`: this thread itself.
-    static ELSEWHERE: Cell<Option<&'static Sender<Span>>> = const { Cell::new(None) };
+    static ELSEWHERE: Cell<Option<&'static Sender<Remains>>> = const { Cell::new(None) };
     static UNMAPPED: Cell<u64> = const { Cell::new(0) };
 }
 
@@ -177,10 +177,10 @@ thread_local! {
 ///
 /// Where no such thread can be started, the calling thread unmaps by itself.
 pub fn unmap_elsewhere() {
-    static UNMAPPER: OnceLock<Option<Sender<Span>>> = OnceLock::new();
+    static UNMAPPER: OnceLock<Option<Sender<Remains>>> = OnceLock::new();
     let unmapper = UNMAPPER.get_or_init(|| {
         let (unmapper, spans) = mpsc::channel();
-        let unmap = move || spans.into_iter().for_each(drop::<Span>);
+        let unmap = move || spans.into_iter().for_each(drop::<Remains>);
         thread::Builder::new().name("unmap".into()).spawn(unmap).ok().map(|_| unmapper)
     });
     ELSEWHERE.set(unmapper.as_ref());

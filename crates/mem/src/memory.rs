@@ -1,28 +1,18 @@
 //! The regions that a front end shared, checked and mapped.
 
 use crate::{
-    Access, AccessError, GuestRam, HostSlice, MemError, PAGE_SIZE, Region, Window,
-    mapping::Mapping, sigbus,
+    Access, AccessError, Found, GuestRam, HostSlice, MemError, PAGE_SIZE, Region, Span, Spans,
+    Window, mapping::Mapping, sigbus,
 };
 use core::ptr::NonNull;
 use rustix::fs::{self, AtFlags, SealFlags, Statx, StatxFlags};
 use std::{
-    any::Any,
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
         atomic::{Ordering, fence},
     },
 };
-
-/// What a lookup found: the bytes from an address to the end of its region.
-#[derive(Clone, Copy, Debug)]
-pub struct Found<'m> {
-    /// The bytes from the address to the end of the region.
-    pub slice: HostSlice<'m>,
-    /// Which region, for [`Memory::is_lost`]: regions are counted from 0, in guest-physical order.
-    pub region: usize,
-}
 
 #[derive(Clone, Debug)]
 struct Mapped {
@@ -49,94 +39,25 @@ impl Mapped {
     }
 }
 
-/// One region as one address space sees it.
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    first: u64,
-    last: u64,
-    base: NonNull<u8>,
-    region: usize,
-}
-
-/// The regions in the order of one address space; they do not overlap.
-#[derive(Debug)]
-pub(crate) struct Table(Box<[Entry]>);
-
-impl Table {
-    fn new(
-        what: &'static str,
-        mapped: &[Mapped],
-        first: fn(&Region) -> u64,
-    ) -> Result<Table, MemError> {
-        // Cannot wrap: `Region::check` passed.
-        let range = |m: &Mapped| (first(&m.region), first(&m.region) + (m.region.size - 1));
-        let mut ranges: Vec<(u64, u64)> = mapped.iter().map(range).collect();
-        ranges.sort_unstable();
-        if let Some(pair) = ranges.windows(2).find(|pair| pair[0].1 >= pair[1].0) {
-            return Err(MemError::Overlap { what, addr: pair[1].0 });
-        }
-        let mut entries: Vec<Entry> = mapped
-            .iter()
-            .enumerate()
-            .filter_map(|(region, m)| {
-                let (first, last) = range(m);
-                Some(Entry { first, last, base: m.place.as_ref()?.base, region })
-            })
-            .collect();
-        entries.sort_unstable_by_key(|entry| entry.first);
-        Ok(Table(entries.into()))
+/// The mapped regions in the order of one address space, in which they begin at `first`.
+fn spans(
+    what: &'static str,
+    mapped: &[Mapped],
+    first: fn(&Region) -> u64,
+) -> Result<Spans, MemError> {
+    // Cannot wrap: `Region::check` passed.
+    let range = |m: &Mapped| (first(&m.region), first(&m.region) + (m.region.size - 1));
+    let mut ranges: Vec<(u64, u64)> = mapped.iter().map(range).collect();
+    ranges.sort_unstable();
+    if let Some(pair) = ranges.windows(2).find(|pair| pair[0].1 >= pair[1].0) {
+        return Err(MemError::Overlap { what, addr: pair[1].0 });
     }
-
-    /// Where the region with `addr` stands in the table.
-    #[inline]
-    fn position(&self, addr: u64) -> Option<usize> {
-        // Most memories are one region.
-        let index = match &*self.0 {
-            [_] => 0,
-            entries => entries.partition_point(|entry| entry.last < addr),
-        };
-        self.0.get(index).filter(|entry| entry.first <= addr && addr <= entry.last).map(|_| index)
-    }
-
-    #[inline]
-    pub(crate) fn find(&self, addr: u64) -> Option<Found<'_>> {
-        let entry = &self.0[self.position(addr)?];
-        let offset = addr - entry.first;
-        let len = entry.last - addr + 1;
-        // SAFETY: `offset` is less than the region's size, which is mapped from `base` for as long
-        // as the `Memory` that holds this table.
-        let slice = unsafe { HostSlice::new(entry.base.add(offset as usize), len as usize) };
-        Some(Found { slice, region: entry.region })
-    }
-
-    /// Calls `each` with every piece of the `len` bytes at `addr`; it may refuse.
-    #[inline]
-    pub(crate) fn walk<'m>(
-        &'m self,
-        addr: u64,
-        len: u64,
-        access: Access,
-        mut each: impl FnMut(Found<'m>, u64) -> Result<(), AccessError>,
-    ) -> Result<(), AccessError> {
-        if len == 0 {
-            return Ok(());
-        }
-        let last = addr.checked_add(len - 1).ok_or(AccessError::Overflow { addr, len })?;
-        let mut at = addr;
-        loop {
-            // Only the first lookup is common: regions that touch are rare.
-            let found = self.find(at).ok_or(AccessError::OutsideMemory { addr: at, access })?;
-            let part = found
-                .slice
-                .part(0, usize::try_from(last - at).unwrap_or(usize::MAX).saturating_add(1));
-            let part_last = at + (part.len() as u64 - 1);
-            each(Found { slice: part, region: found.region }, at)?;
-            if part_last >= last {
-                return Ok(());
-            }
-            at = part_last + 1;
-        }
-    }
+    let spans = mapped.iter().enumerate().filter_map(|(region, m)| {
+        let (first, last) = range(m);
+        Some(Span { first, last, base: m.place.as_ref()?.base, region })
+    });
+    // SAFETY: regions that are mapped whole, for as long as the `Memory` that holds this lives.
+    Ok(unsafe { Spans::new(spans.collect()) })
 }
 
 /// An immutable set of mapped regions: what a back end may touch of the front end's memory.
@@ -147,9 +68,9 @@ pub struct Memory {
     /// In guest-physical order.
     mapped: Box<[Mapped]>,
     /// The regions by guest-physical address.
-    pub(crate) by_gpa: Table,
+    pub(crate) by_gpa: Spans,
     /// The regions by address of the front end's process.
-    pub(crate) by_user: Table,
+    pub(crate) by_user: Spans,
 }
 
 // SAFETY: the pointers lead into the mappings that `mapped` owns; they are only ever given out as
@@ -260,8 +181,8 @@ impl Memory {
     /// A memory of regions that passed [`Region::check`].
     fn from_mapped(mut mapped: Vec<Mapped>) -> Result<Arc<Memory>, MemError> {
         mapped.sort_unstable_by_key(|m| m.region.gpa);
-        let by_gpa = Table::new("guest-physical address", &mapped, |region| region.gpa)?;
-        let by_user = Table::new("user address", &mapped, |region| region.user_addr)?;
+        let by_gpa = spans("guest-physical address", &mapped, |region| region.gpa)?;
+        let by_user = spans("user address", &mapped, |region| region.user_addr)?;
         Ok(Arc::new(Memory { mapped: mapped.into(), by_gpa, by_user }))
     }
 
@@ -298,9 +219,9 @@ impl Memory {
     /// The guest-physical address of an address of the front end's process; `None` if no mapped
     /// region has the address.
     pub fn user_to_gpa(&self, addr: u64) -> Option<u64> {
-        let entry = &self.by_user.0[self.by_user.position(addr)?];
+        let span = self.by_user.span(addr)?;
         // Cannot wrap: the offset is less than the region's size.
-        Some(self.mapped[entry.region].region.gpa + (addr - entry.first))
+        Some(self.mapped[span.region].region.gpa + (addr - span.first))
     }
 
     /// The guest-physical ranges, each as (first address, length in bytes), of what this process
@@ -334,8 +255,8 @@ impl Memory {
         sigbus::any_lost() && self.mapped[region].is_lost()
     }
 
-    /// Fails if any region was lost, for a device that does not know which regions it has touched:
-    /// the driver must not truncate any. Call it after the accesses that it covers.
+    /// Fails if any region was lost, whichever a device has touched: the driver must not truncate
+    /// any. Call it after the accesses that it covers.
     ///
     /// # Errors
     /// [`AccessError::Lost`], with the guest-physical address of the first region that is.
@@ -350,35 +271,17 @@ impl Memory {
         Err(AccessError::Lost { addr: lost.map_or(0, |(_, region)| region.gpa) })
     }
 
-    /// The `len` bytes at `addr` by `table`, held for as long as the window lives, and the region
-    /// that has them.
+    /// The `len` bytes at `addr` by `table`, held for as long as the window lives.
     pub(crate) fn window(
         self: &Arc<Memory>,
-        table: &Table,
+        table: &Spans,
         addr: u64,
         len: u64,
         access: Access,
-    ) -> Result<(Window, usize), AccessError> {
-        let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
-        let mut first = None;
-        let mut pieces = 0;
-        // An empty window still needs an address that leads somewhere.
-        table.walk(addr, len.max(1), access, |found, _| {
-            pieces += 1;
-            first.get_or_insert(found);
-            Ok(())
-        })?;
-        let Some(found) = first.filter(|_| pieces == 1) else {
-            return Err(AccessError::Fragmented { addr, len });
-        };
-        if self.is_lost(found.region) {
-            return Err(AccessError::Lost { addr });
-        }
-        let base = NonNull::new(found.slice.as_ptr()).expect("a slice has an address");
-        let keep: Arc<dyn Any + Send + Sync> = Arc::clone(self) as _;
-        // SAFETY: the bytes (at least `bytes`: one piece covers them) stay mapped while `keep`,
-        // the memory, lives; nothing makes references to them.
-        Ok((unsafe { Window::new(base, bytes, keep) }, found.region))
+    ) -> Result<Window, AccessError> {
+        // SAFETY: the mappings live as long as the memory.
+        let (window, region) = unsafe { table.window(addr, len, access, Arc::clone(self) as _) }?;
+        if self.is_lost(region) { Err(AccessError::Lost { addr }) } else { Ok(window) }
     }
 }
 

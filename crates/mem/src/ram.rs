@@ -284,16 +284,6 @@ impl ScatteredView {
         }
         Ok(())
     }
-
-    /// The offset of each page in the memory, in the order of this view.
-    pub fn frames(&self) -> &[u64] {
-        &self.frames
-    }
-
-    /// The memory that the pages belong to.
-    pub fn ram(&self) -> &Arc<GuestRam> {
-        &self.ram
-    }
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ impl SharedFile {
         }
         let size = memory.regions().map(|region| region.size).sum();
         let window = memory.window(&memory.by_gpa, 0, len, Access::ReadWrite);
-        let (window, _) = window.map_err(|_| MemError::OutOfBounds { offset: 0, len, size })?;
+        let window = window.map_err(|_| MemError::OutOfBounds { offset: 0, len, size })?;
         Ok(SharedFile { window, memory })
     }
 

@@ -1,20 +1,7 @@
 //! Reaching memory by addresses that need no IOMMU.
 
-use crate::{
-    Access, AccessError, DirtyLog, Found, HostSlice, Memory, Translate, Window, memory::Table,
-    sigbus,
-};
-use core::{
-    cell::Cell,
-    sync::atomic::{Ordering, fence},
-};
+use crate::{Access, AccessError, DirtyLog, Found, HostSlice, Memory, Spans, Translate, Window};
 use std::sync::Arc;
-
-/// Which regions were touched: one bit each for the first 63, one for all the rest.
-#[inline]
-fn bit(region: usize) -> u64 {
-    1 << region.min(63)
-}
 
 /// Reaches memory by guest-physical address. See [`Direct`].
 pub type Physical = Direct<false>;
@@ -28,17 +15,11 @@ pub type UserAddresses = Direct<true>;
 /// Reaches memory by guest-physical address, or, with `USER`, by address of the front end's
 /// process.
 ///
-/// One per worker thread: it may move between threads, but they cannot share it.
-/// [`check`](Translate::check) reports a truncated file only where a region was touched through
-/// this value since the last call, or a window into it was made by this value. (Regions after the
-/// 63rd count as one.) Once a region is known to be lost, every access to it is refused.
+/// [`check`](Translate::check) is that of the [`Memory`](Memory::check): which regions were touched
+/// is not noted. Once a region is known to be lost, every access to it is refused.
 #[derive(Debug)]
 pub struct Direct<const USER: bool> {
     memory: Arc<Memory>,
-    /// The regions that were touched since the last `check`.
-    touched: Cell<u64>,
-    /// By windows, whose accesses we do not see.
-    held: Cell<u64>,
     /// Where writes are marked.
     log: Option<Arc<DirtyLog>>,
 }
@@ -46,7 +27,7 @@ pub struct Direct<const USER: bool> {
 impl<const USER: bool> Direct<USER> {
     /// Reaches `memory`.
     pub fn new(memory: Arc<Memory>) -> Self {
-        Direct { memory, touched: Cell::new(0), held: Cell::new(0), log: None }
+        Direct { memory, log: None }
     }
 
     /// The memory that it reaches.
@@ -57,7 +38,7 @@ impl<const USER: bool> Direct<USER> {
     /// Replaces the memory, and keeps the log. A later [`check`](Translate::check) is not about
     /// accesses to the old memory: check these before.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
-        *self = Direct { log: self.log.take(), ..Direct::new(memory) };
+        self.memory = memory;
     }
 
     /// Sets the log in which written pages are marked (rule [D26]); `None`: nowhere. See
@@ -81,14 +62,13 @@ impl<const USER: bool> Direct<USER> {
             if self.memory.is_lost(found.region) {
                 return Err(AccessError::Lost { addr: at });
             }
-            self.touched.set(self.touched.get() | bit(found.region));
             each(found.slice);
             Ok(())
         })
     }
 
     #[inline]
-    fn table(&self) -> &Table {
+    fn table(&self) -> &Spans {
         if USER { &self.memory.by_user } else { &self.memory.by_gpa }
     }
 }
@@ -109,19 +89,12 @@ impl<const USER: bool> Translate for Direct<USER> {
 
     #[inline]
     fn piece(&self, addr: u64, len: u64, _: Access) -> Option<HostSlice<'_>> {
-        let Found { slice, region } = self.table().find(addr)?;
-        let inside = len.wrapping_sub(1) < slice.len() as u64;
-        if !inside || self.memory.is_lost(region) {
-            return None;
-        }
-        self.touched.set(self.touched.get() | bit(region));
-        Some(slice.part(0, len as usize))
+        let Found { slice, region } = self.table().piece(addr, len)?;
+        (!self.memory.is_lost(region)).then_some(slice)
     }
 
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
-        let (window, region) = self.memory.window(self.table(), addr, len, access)?;
-        self.held.set(self.held.get() | bit(region));
-        Ok(window)
+        self.memory.window(self.table(), addr, len, access)
     }
 
     #[inline]
@@ -137,20 +110,7 @@ impl<const USER: bool> Translate for Direct<USER> {
     }
 
     fn check(&self) -> Result<(), AccessError> {
-        let touched = self.touched.replace(0) | self.held.get();
-        // Ordering: another thread may have met the hole first and put the zeroes there that we read. It has
-        // set the mark before that: we must look for the mark only after our own accesses.
-        fence(Ordering::Acquire);
-        if !sigbus::any_lost() {
-            return Ok(());
-        }
-        let is_lost = |region| touched & bit(region) != 0 && self.memory.is_lost(region);
-        match self.memory.regions().enumerate().find(|&(at, _)| is_lost(at)) {
-            Some((_, region)) => {
-                Err(AccessError::Lost { addr: if USER { region.user_addr } else { region.gpa } })
-            }
-            None => Ok(()),
-        }
+        self.memory.check()
     }
 }
 

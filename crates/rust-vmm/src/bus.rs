@@ -2,14 +2,14 @@
 //!
 //! The reverse, an IOTLB as rust-vmm's memory, is [`IotlbMemory`](crate::IotlbMemory).
 
-use std::{any::Any, ops::Deref, ptr::NonNull, sync::Arc};
+use std::{ops::Deref, ptr::NonNull, sync::Arc};
 
 use vm_memory::{
     GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion, MemoryRegionAddress, bitmap::Bitmap,
     volatile_memory::PtrGuardMut,
 };
 
-use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
+use ringfence_mem::{Access, AccessError, HostSlice, Span, Spans, Translate, Window};
 
 /// Guest-physical memory of rust-vmm: addresses need no translation.
 ///
@@ -25,20 +25,12 @@ pub struct GuestBus<T> {
 
 /// A memory map with its regions held.
 struct Map<T> {
-    /// In ascending order of addresses.
-    regions: Box<[Region]>,
+    /// Each with its place in the memory map.
+    regions: Spans,
+    /// Keep the bytes mapped, where that takes a guard.
+    _guards: Vec<PtrGuardMut>,
     /// Dropped after the guards of its regions.
     memory: T,
-}
-
-struct Region {
-    first: u64,
-    last: u64,
-    base: NonNull<u8>,
-    /// Its place in the memory map.
-    index: usize,
-    /// Keeps the bytes mapped, where that takes a guard.
-    _guard: PtrGuardMut,
 }
 
 // SAFETY: the pointers are to memory that `memory` keeps mapped, which any thread may reach by
@@ -56,7 +48,7 @@ where
     /// # Errors
     /// A region has no address in this process.
     pub fn new(memory: T) -> Result<GuestBus<T>, GuestMemoryError> {
-        let mut regions = Vec::new();
+        let (mut regions, mut guards) = (Vec::new(), Vec::new());
         for (index, region) in memory.iter().enumerate() {
             let len = usize::try_from(region.len())
                 .map_err(|_| GuestMemoryError::InvalidBackendAddress)?;
@@ -64,10 +56,13 @@ where
             let (first, last) = (region.start_addr().0, region.last_addr().0);
             let base =
                 NonNull::new(guard.as_ptr()).ok_or(GuestMemoryError::InvalidBackendAddress)?;
-            regions.push(Region { first, last, base, index, _guard: guard });
+            regions.push(Span { first, last, base, region: index });
+            guards.push(guard);
         }
-        regions.sort_unstable_by_key(|region| region.first);
-        Ok(GuestBus { map: Arc::new(Map { regions: regions.into(), memory }) })
+        // SAFETY: the guards and `memory` keep the bytes mapped. No code makes references to guest
+        // memory: rust-vmm has the same rule.
+        let regions = unsafe { Spans::new(regions) };
+        Ok(GuestBus { map: Arc::new(Map { regions, _guards: guards, memory }) })
     }
 
     /// The memory behind it.
@@ -86,7 +81,7 @@ where
     pub fn mark_range(&self, addr: u64, len: u64) {
         let last = len.checked_sub(1).and_then(|more| addr.checked_add(more));
         let Some(last) = last else { return };
-        for region in &self.map.regions {
+        for region in self.map.regions.iter() {
             let (from, to) = (addr.max(region.first), last.min(region.last));
             if from <= to {
                 self.mark_in(region, (from - region.first) as usize, (to - from) as usize + 1);
@@ -94,48 +89,11 @@ where
         }
     }
 
-    fn mark_in(&self, region: &Region, offset: usize, len: usize) {
-        if let Some(region) = self.map.memory.iter().nth(region.index) {
+    fn mark_in(&self, region: &Span, offset: usize, len: usize) {
+        if let Some(region) = self.map.memory.iter().nth(region.region) {
             region.bitmap().mark_dirty(offset, len);
         }
     }
-
-    /// Calls `each` with every region that the addresses lie in, and the offset and length there.
-    #[inline]
-    fn walk<'m>(
-        &'m self,
-        addr: u64,
-        len: u64,
-        access: Access,
-        mut each: impl FnMut(&'m Region, usize, usize),
-    ) -> Result<(), AccessError> {
-        let Some(more) = len.checked_sub(1) else { return Ok(()) };
-        let last = addr.checked_add(more).ok_or(AccessError::Overflow { addr, len })?;
-        let regions = &self.map.regions;
-        let mut at = addr;
-        let mut next = regions.partition_point(|region| region.last < at);
-        loop {
-            let region = regions.get(next).filter(|region| region.first <= at);
-            let region = region.ok_or(AccessError::OutsideMemory { addr: at, access })?;
-            let end = region.last.min(last);
-            // Both are less than the region's length, which is a `usize`; their sum with 1
-            // overflows only for a region of the whole address space, which no process can hold.
-            each(region, (at - region.first) as usize, (end - at) as usize + 1);
-            if end == last {
-                return Ok(());
-            }
-            at = end + 1;
-            next += 1;
-        }
-    }
-}
-
-/// A piece of a region.
-fn piece(region: &Region, offset: usize, len: usize) -> HostSlice<'_> {
-    // SAFETY: `walk` found the bytes in the region, which the region's slice reported as mapped,
-    // for as long as the map that holds `region` lives. No code makes references to guest memory:
-    // rust-vmm has the same rule.
-    unsafe { HostSlice::new(region.base.add(offset), len) }
 }
 
 impl<T> Translate for GuestBus<T>
@@ -147,37 +105,26 @@ where
     where
         F: FnMut(HostSlice<'_>),
     {
-        self.walk(addr, len, access, |region, offset, len| each(piece(region, offset, len)))
+        self.map.regions.walk(addr, len, access, |found, _| {
+            each(found.slice);
+            Ok(())
+        })
     }
 
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
-        let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
-        // An empty window still needs a valid address.
-        let some = len.max(1);
-        let Some(found) = self.piece(addr, some, access) else {
-            // It lies outside of memory, or in several regions.
-            self.walk(addr, some, access, |_, _, _| ())?;
-            return Err(AccessError::Fragmented { addr, len });
-        };
-        let base = NonNull::new(found.as_ptr()).expect("a slice has an address");
-        let keep: Arc<dyn Any + Send + Sync> = Arc::clone(&self.map) as _;
-        // SAFETY: the bytes, all of them in one region, stay mapped while `keep` lives, and no code
-        // makes references to them.
-        Ok(unsafe { Window::new(base, bytes, keep) })
+        let keep = Arc::clone(&self.map) as _;
+        // SAFETY: the map holds what keeps the bytes mapped.
+        unsafe { self.map.regions.window(addr, len, access, keep) }.map(|(window, _)| window)
     }
 
     #[inline]
     fn piece(&self, addr: u64, len: u64, _: Access) -> Option<HostSlice<'_>> {
-        let regions = &self.map.regions;
-        let region = regions.get(regions.partition_point(|region| region.last < addr))?;
-        let offset = addr.checked_sub(region.first)?;
-        let inside = len.checked_sub(1)? <= region.last - addr;
-        inside.then(|| piece(region, offset as usize, len as usize))
+        self.map.regions.piece(addr, len).map(|found| found.slice)
     }
 
     fn mark(&self, piece: HostSlice<'_>) {
         let at = piece.as_ptr() as usize;
-        let holds = |region: &&Region| {
+        let holds = |region: &&Span| {
             let offset = at.checked_sub(region.base.as_ptr() as usize);
             offset.is_some_and(|offset| offset as u64 <= region.last - region.first)
         };

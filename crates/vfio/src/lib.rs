@@ -33,6 +33,6 @@ pub use dirty::DirtyMap;
 pub use error::{Error, Result};
 pub use iommufd::Iommufd;
 pub use open::{Opened, open};
-pub use space::{Tuning, Usage};
+pub use space::{Space, Tuning, Usage};
 pub use type1::Type1;
 pub use vaddr::VaddrUpdate;

@@ -13,17 +13,22 @@ use parking_lot::{Condvar, Mutex};
 use ringfence_iommu::{Error, Geometry, HostAddr, Iova, Map, Prot, Range, Result};
 use rustix::io::Errno;
 
-pub(crate) use domain::is_a_domain;
-pub(crate) use errors::{CAPABILITIES, collect, lost, refused};
+pub(crate) use errors::{collect, lost, refused};
 pub(crate) use geometry::geometry;
 pub(crate) use shadow::Unit;
 use shadow::{Shadow, Stage};
 pub use tuning::{Tuning, Usage};
 
-use crate::kernel::{KernelResult, MapFlags};
+use crate::{
+    DirtyMap,
+    kernel::{KernelResult, MapFlags},
+};
 
 /// A kernel's address space.
-pub(crate) trait Backend: Send + Sync {
+pub trait Backend: Send + Sync {
+    /// What a domain over it is called.
+    const NAME: &'static str;
+
     /// Maps.
     ///
     /// # Safety
@@ -33,15 +38,36 @@ pub(crate) trait Backend: Send + Sync {
     /// Unmaps whole mappings; returns how many bytes were mapped.
     fn unmap(&self, iova: u64, size: u64) -> KernelResult<u64>;
 
+    /// Whether it can unmap everything at one go.
+    fn has_unmap_all(&self) -> bool {
+        true
+    }
+
+    /// Unmaps everything at one go; returns how many bytes were mapped.
+    fn unmap_all(&self) -> KernelResult<u64>;
+
     /// The error that `errno` means for a map of `range`, while there are this many entries.
     fn refusal(&self, errno: Errno, range: Range, entries: u64) -> Error;
+
+    /// What can be mapped now.
+    fn geometry(&self) -> Result<Geometry>;
+
+    /// Starts or stops tracking dirty pages.
+    fn track(&self, on: bool) -> Result<()>;
+
+    /// The page size of dirty bits, where that of mappings is `granule`.
+    fn dirty_page(&self, granule: u64) -> Result<u64>;
+
+    /// Marks in `map` the pages of a piece that were written to since the last call.
+    fn collect(&self, piece: Range, page: u64, map: &mut DirtyMap) -> Result<()>;
 }
 
-/// An address space of the kernel, and what is mapped there.
+/// A domain over an address space of the kernel. It maps to addresses of this process, whose pages
+/// the kernel pins.
 ///
-/// Every target comes from a [`Map`], with its promise.
-#[derive(Debug)]
-pub(crate) struct Space<B> {
+/// Dropping it unmaps everything, so that devices that live longer can access nothing.
+// Every target comes from a `Map`, with its promise.
+pub struct Space<B: Backend> {
     pub(crate) backend: B,
     tuning: Tuning,
     state: Mutex<State>,
@@ -64,7 +90,7 @@ struct State {
 
 impl<B: Backend> Space<B> {
     /// An empty space. A chunk is a power of two, and at least a granule.
-    pub(crate) fn new(backend: B, geometry: Geometry, tuning: Tuning) -> Space<B> {
+    pub(crate) fn over(backend: B, geometry: Geometry, tuning: Tuning) -> Space<B> {
         let granule = geometry.page_sizes.granule();
         let chunk = 1 << (63 - tuning.chunk.max(granule).leading_zeros());
         let shadow = Shadow::default();
@@ -83,29 +109,8 @@ impl<B: Backend> Space<B> {
         }
     }
 
-    pub(crate) fn geometry(&self) -> Geometry {
-        self.state.lock().geometry.clone()
-    }
-
-    pub(crate) fn set_geometry(&self, geometry: Geometry) {
-        self.state.lock().geometry = geometry;
-    }
-
-    pub(crate) fn usage(&self) -> Usage {
-        let state = self.state.lock();
-        Usage {
-            mappings: state.shadow.len() as u64,
-            entries: state.entries,
-            mismatches: self.mismatches.load(Ordering::Relaxed),
-        }
-    }
-
-    pub(crate) fn find(&self, iova: Iova) -> Option<HostAddr> {
-        self.state.lock().shadow.find(iova)
-    }
-
-    /// `Domain::map_pages`.
-    pub(crate) fn map(&self, map: &Map<HostAddr>) -> Result<()> {
+    /// `Domain::map_pages`, of one.
+    fn map_one(&self, map: &Map<HostAddr>) -> Result<()> {
         if !self.tuning.merge {
             let made = self.map_now(map);
             return made.or_else(|Failed { error, left }| match left {
@@ -137,24 +142,8 @@ impl<B: Backend> Space<B> {
         made
     }
 
-    /// Maps many ranges, those as one that follow each other in the given order. All or nothing.
-    pub(crate) fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
-        let units: Vec<Unit> = batch.iter().map(|map| Unit::new(map, Stage::Busy)).collect();
-        let runs: Vec<Map<HostAddr>> = units.chunk_by(Unit::leads_to).map(Unit::joined).collect();
-        for (done, run) in runs.iter().enumerate() {
-            if let Err(failed) = self.map_now(run) {
-                // What stays mapped is in the shadow: it can still be unmapped.
-                for run in &runs[..done] {
-                    let _ = self.unmap(run.range());
-                }
-                return Err(failed.error);
-            }
-        }
-        Ok(())
-    }
-
     /// `Domain::iotlb_sync_map`: makes in the kernel what was noted in `range`.
-    pub(crate) fn sync_map(&self, range: Range) -> Result<()> {
+    fn sync_map(&self, range: Range) -> Result<()> {
         if !self.tuning.merge {
             // The kernel has these mappings; what could not be undone is an error.
             let state = self.state.lock();
@@ -229,13 +218,13 @@ impl<B: Backend> Space<B> {
         Ok(())
     }
 
-    /// `Domain::unmap_pages`, complete when it returns; returns how many bytes were mapped.
-    pub(crate) fn unmap(&self, range: Range) -> Result<u128> {
+    /// `Domain::unmap_pages`, of one, complete when it returns; returns how many bytes were mapped.
+    fn unmap_one(&self, range: Range) -> Result<u128> {
         self.unmap_with(range, &mut |piece| self.remove(piece))
     }
 
-    /// As [`unmap`](Self::unmap), with another way to remove whole kernel mappings, one or several
-    /// that follow each other, of a chunk at most.
+    /// As [`unmap_one`](Self::unmap_one), with another way to remove whole kernel mappings, one or
+    /// several that follow each other, of a chunk at most.
     pub(crate) fn unmap_with(
         &self,
         range: Range,
@@ -251,21 +240,6 @@ impl<B: Backend> Space<B> {
             self.give_back(units, result.is_ok());
         }
         result.map(|()| bytes)
-    }
-
-    /// Removes everything in one step, during which maps and unmaps fail; returns how many bytes
-    /// were mapped.
-    pub(crate) fn unmap_all(&self, mut remove: impl FnMut() -> KernelResult<u64>) -> Result<u128> {
-        let units = self.freeze("everything is being unmapped")?;
-        let made = units.iter().filter(|it| it.stage == Stage::Made).map(|it| it.range.len()).sum();
-        let removed = self.remove_by(Range::ALL, made, &mut remove);
-        let mut state = self.state.lock();
-        state.frozen = None;
-        removed?;
-        state.shadow = Shadow::default();
-        state.entries = 0;
-        state.left.clear();
-        Ok(units.iter().map(|unit| unit.range.len()).sum())
     }
 
     /// Waits until no unit in `range` is busy, then marks them all as busy, for the caller to
@@ -339,7 +313,7 @@ impl<B: Backend> Space<B> {
     ///
     /// # Errors
     /// [`Error::WouldSplit`].
-    pub(crate) fn made_in(&self, range: Range) -> Result<Vec<Range>> {
+    fn made_in(&self, range: Range) -> Result<Vec<Range>> {
         let mut units = self.state.lock().shadow.covered(range)?;
         units.retain(|unit| unit.stage == Stage::Made);
         Ok(self.runs(&units).flat_map(|(run, _)| self.pieces(run)).collect())

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ringfence_iommu::{Address, Error, HostAddr, Range, Result};
+use ringfence_iommu::{Address, Domain, Error, HostAddr, Range, Result};
 
 use crate::{
     Type1,
@@ -45,10 +45,10 @@ impl<K: Type1Kernel> Type1<K> {
         if !kernel.has(Extension::UpdateVaddr) || !kernel.has(Extension::UnmapAll) {
             return Err(Error::Unsupported("the kernel cannot update process addresses"));
         }
-        let units = self.space.freeze(WHY)?;
+        let units = self.freeze(WHY)?;
         let flags = UnmapFlags::VADDR | UnmapFlags::ALL;
         if let Err(errno) = kernel.unmap(flags, 0, 0, None) {
-            self.space.thaw([]);
+            self.thaw([]);
             return Err(lost("withdraw the process addresses of", errno, Range::ALL));
         }
         let moved = |unit| Moved { unit, target: None, done: 0 };
@@ -72,7 +72,7 @@ impl<K: Type1Kernel> VaddrUpdate<'_, K> {
         &mut self,
         mut moved: impl FnMut(Range, HostAddr) -> HostAddr,
     ) -> Result<()> {
-        let granule = self.domain.space.geometry().page_sizes.granule();
+        let granule = self.domain.geometry().page_sizes.granule();
         for entry in &mut self.units {
             let range = entry.unit.range;
             let target = entry.target.unwrap_or_else(|| moved(range, entry.unit.target));
@@ -96,7 +96,7 @@ impl Moved {
     /// # Safety
     /// As [`VaddrUpdate::finish`].
     unsafe fn give<K: Type1Kernel>(&mut self, domain: &Type1<K>, target: HostAddr) -> Result<()> {
-        for (piece, offset) in domain.space.pieces_of(&self.unit).skip(self.done) {
+        for (piece, offset) in domain.pieces_of(&self.unit).skip(self.done) {
             let vaddr = target.0 + offset;
             // SAFETY: the caller's promise.
             let given = unsafe {
@@ -120,7 +120,7 @@ impl<K: Type1Kernel> Drop for VaddrUpdate<'_, K> {
             }
         }
         let moved = self.units.iter().filter_map(|it| Some((it.unit.range, it.target?)));
-        self.domain.space.thaw(moved);
+        self.domain.thaw(moved);
     }
 }
 

@@ -22,7 +22,7 @@ impl Backing for OneEndpoint {
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         Ok(SoftDomain::new(geometry, Limits::NONE, Arc::clone(&self.0)))
     }
-    fn set_domain(&self, _endpoint: u32, _to: Binding<Self::Domain>) -> Result<()> {
+    fn set_domain(&self, _endpoint: u32, _to: Binding<Arc<Self::Domain>>) -> Result<()> {
         Ok(())
     }
 }

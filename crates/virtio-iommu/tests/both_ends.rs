@@ -528,11 +528,7 @@ fn a_device_that_names_no_window_for_msis_gets_one() {
 #[test]
 fn a_device_that_goes_silent_is_given_up_and_no_thread_waits_for_ever() {
     for notify in [Notify::Sleep, Notify::Poll, Notify::default()] {
-        let options = DriverConfig {
-            notify,
-            timeout: Some(Duration::from_millis(60)),
-            ..DriverConfig::default()
-        };
+        let options = DriverConfig { notify, timeout: Some(Duration::from_millis(60)) };
         // A device that a busy machine does not run in time is given up, too.
         let begin = |_| {
             let served = Served::start(Bench::new(), 16, options, false);

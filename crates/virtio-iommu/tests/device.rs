@@ -11,7 +11,7 @@ use ringfence_virtio_iommu::{
     device::DeviceConfig,
     wire::{
         AttachFlags, CONFIG_LEN, Features, IommuConfig, Kind, MAX_REQUEST_LEN, MapFlags,
-        Properties, Request, Status, TAIL_LEN,
+        MapRequest, Properties, Request, Status, TAIL_LEN, UnmapRequest,
     },
 };
 
@@ -323,13 +323,18 @@ fn map_refuses_unknown_flags_missing_domains_and_bypass_domains() {
     assert_eq!(bench.attach(1, 1), Status::Ok);
     assert_eq!(bench.attach_bypass(2, 2), Status::Ok);
     let flags = MapFlags::READ;
-    let map = Request::Map { domain: 1, range: page(1), phys: 0, flags };
+    let map = Request::Map(MapRequest { domain: 1, range: page(1), phys: 0, flags });
     assert_eq!(bench.changed(map, |bytes| bytes[32] |= 8), Status::Inval);
     assert_eq!(bench.changed(map, |bytes| bytes[35] = 0x80), Status::Inval);
     assert_eq!(bench.changed(map, |bytes| bytes[32] = 0), Status::Inval, "neither read nor write");
     assert_eq!(bench.map(2, page(1), 0), Status::Inval);
     assert_eq!(bench.map(3, page(1), 0), Status::NoEnt);
-    let mmio = Request::Map { domain: 1, range: page(1), phys: 0, flags: flags | MapFlags::MMIO };
+    let mmio = Request::Map(MapRequest {
+        domain: 1,
+        range: page(1),
+        phys: 0,
+        flags: flags | MapFlags::MMIO,
+    });
     bench.device.set_features(Features::MAP_UNMAP.bits());
     assert_eq!(bench.send(mmio), Status::Inval, "MMIO was not negotiated");
     bench.device.set_features((Features::MAP_UNMAP | Features::MMIO).bits());
@@ -364,7 +369,7 @@ fn a_write_needs_the_flag_write() {
     // rule V19
     let mut bench = Bench::new();
     assert_eq!(bench.attach(1, 1), Status::Ok);
-    let map = |range, flags| Request::Map { domain: 1, range, phys: 0x9000, flags };
+    let map = |range, flags| Request::Map(MapRequest { domain: 1, range, phys: 0x9000, flags });
     assert_eq!(bench.send(map(page(1), MapFlags::READ)), Status::Ok);
     assert_eq!(bench.send(map(page(2), MapFlags::WRITE)), Status::Ok);
     assert_eq!(bench.endpoints.access(1, 0x1000, Prot::READ), Some(0x9000));
@@ -400,7 +405,7 @@ fn unmap_knows_its_domains() {
     assert_eq!(bench.attach_bypass(2, 2), Status::Ok);
     assert_eq!(bench.unmap(3, page(1)), Status::NoEnt);
     assert_eq!(bench.unmap(2, page(1)), Status::Inval);
-    let unmap = Request::Unmap { domain: 1, range: page(1) };
+    let unmap = Request::Unmap(UnmapRequest { domain: 1, range: page(1) });
     assert_eq!(bench.changed(unmap, |bytes| bytes[24] = 1), Status::Inval);
 }
 
@@ -602,10 +607,11 @@ fn step() -> impl Strategy<Value = Request> {
         8 => (domain.clone(), pages.clone(), 1u64..1000, 0u32..4).prop_map(
             |(domain, range, phys, flags)| {
                 let flags = MapFlags::from_bits_truncate(flags);
-                Request::Map { domain, range, phys: phys << 12, flags }
+                Request::Map(MapRequest { domain, range, phys: phys << 12, flags })
             }
         ),
-        6 => (domain, pages).prop_map(|(domain, range)| Request::Unmap { domain, range }),
+        6 => (domain, pages)
+            .prop_map(|(domain, range)| Request::Unmap(UnmapRequest { domain, range })),
     ]
 }
 
@@ -670,7 +676,7 @@ impl Oracle {
                 self.leave(endpoint);
                 Status::Ok
             }
-            Request::Map { domain, range: wanted, phys, flags } => {
+            Request::Map(MapRequest { domain, range: wanted, phys, flags }) => {
                 let members = self.attached.iter().filter(|&&(_, d)| d == domain);
                 let reserved: Vec<_> = members.flat_map(|&(e, _)| Self::reserved(e)).collect();
                 match self.domains.iter_mut().find(|&&mut (id, ..)| id == domain) {
@@ -688,7 +694,7 @@ impl Oracle {
                     }
                 }
             }
-            Request::Unmap { domain, range: wanted } => {
+            Request::Unmap(UnmapRequest { domain, range: wanted }) => {
                 match self.domains.iter_mut().find(|&&mut (id, ..)| id == domain) {
                     None => Status::NoEnt,
                     Some((_, true, _)) => Status::Inval,

@@ -23,7 +23,10 @@ use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
     device::{EventQueue, FaultQueue},
     driver::{Buffers, Driver, DriverConfig, EventReceiver, Notify, Transport},
-    wire::{Features, Kind, MAX_REQUEST_LEN, Request, Status, write_properties},
+    wire::{
+        Features, Kind, MAX_REQUEST_LEN, MapRequest, Request, Status, UnmapRequest,
+        write_properties,
+    },
 };
 use ringfence_virtq::{Chain, testing};
 
@@ -92,8 +95,8 @@ fn a_used_length_of_zero_is_an_io_error_whatever_the_tail_says() {
     // rule V34
     // rule L64
     let device = |request: Request, room| match request {
-        Request::Map { range, .. } if range == page(2) => (0, vec![0; 4]),
-        Request::Map { range, .. } if range == page(3) => (3, vec![0; 4]),
+        Request::Map(MapRequest { range, .. }) if range == page(2) => (0, vec![0; 4]),
+        Request::Map(MapRequest { range, .. }) if range == page(3) => (3, vec![0; 4]),
         _ => ok(room),
     };
     against(fresh(), device, |link| {
@@ -112,9 +115,9 @@ fn a_used_length_of_zero_is_an_io_error_whatever_the_tail_says() {
 fn reserved_bytes_of_a_tail_are_ignored_and_an_unwritten_or_unknown_status_is_an_error() {
     // rule V34
     let device = |request: Request, room| match request {
-        Request::Map { range, .. } if range == page(1) => (4, vec![0, 1, 2, 3]),
-        Request::Map { range, .. } if range == page(2) => (4, vec![]),
-        Request::Map { range, .. } if range == page(3) => (4, vec![99, 0, 0, 0]),
+        Request::Map(MapRequest { range, .. }) if range == page(1) => (4, vec![0, 1, 2, 3]),
+        Request::Map(MapRequest { range, .. }) if range == page(2) => (4, vec![]),
+        Request::Map(MapRequest { range, .. }) if range == page(3) => (4, vec![99, 0, 0, 0]),
         _ => ok(room),
     };
     against(fresh(), device, |link| {
@@ -154,7 +157,9 @@ fn a_refused_attach_or_detach_changes_nothing() {
 fn a_flush_fails_as_long_as_something_unmapped_may_be_reachable() {
     let stubborn = AtomicBool::new(true);
     let device = |request: Request, room| match request {
-        Request::Unmap { range, .. } if range == page(1) && stubborn.load(Ordering::Relaxed) => {
+        Request::Unmap(UnmapRequest { range, .. })
+            if range == page(1) && stubborn.load(Ordering::Relaxed) =>
+        {
             (4, vec![Status::DevErr as u8, 0, 0, 0])
         }
         _ => ok(room),
@@ -202,7 +207,7 @@ fn an_endpoint_that_cannot_be_detached_after_a_failed_attach_still_counts() {
         false => ok(room),
     };
     let device = |request: Request, room| match request {
-        Request::Map { range, .. } if range == page(2) => refuse(room),
+        Request::Map(MapRequest { range, .. }) if range == page(2) => refuse(room),
         Request::Detach { .. } => refuse(room),
         _ => ok(room),
     };
@@ -463,7 +468,7 @@ proptest! {
         let next = std::sync::atomic::AtomicUsize::new(0);
         let accepted = std::sync::Mutex::new(std::collections::BTreeSet::new());
         let device = |request: Request, room: u64| match request {
-            Request::Map { range, .. } => {
+            Request::Map(MapRequest { range, .. }) => {
                 let at = next.fetch_add(1, Ordering::Relaxed);
                 let (used, status) = replies[at % replies.len()];
                 let mut accepted = accepted.lock().unwrap();
@@ -474,7 +479,7 @@ proptest! {
                 }
                 (used.min(4), vec![status, 0, 0, 0])
             }
-            Request::Unmap { range, .. } => {
+            Request::Unmap(UnmapRequest { range, .. }) => {
                 accepted.lock().unwrap().remove(&range);
                 ok(room)
             }

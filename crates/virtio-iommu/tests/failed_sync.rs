@@ -14,7 +14,10 @@ use ringfence_virtio_iommu::{
     device::{
         Backing, Binding, Device, DeviceConfig, EndpointInfo, Journal, RequestQueue, Session,
     },
-    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, parse_tail},
+    wire::{
+        AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status, TAIL_LEN,
+        UnmapRequest, parse_tail,
+    },
 };
 use ringfence_virtq::{
     Desc,
@@ -42,7 +45,7 @@ impl Backing for One {
     fn create_domain(&self) -> Result<Arc<Failing>> {
         Ok(Arc::clone(&self.domain))
     }
-    fn set_domain(&self, _: u32, _: Binding<Failing>) -> Result<()> {
+    fn set_domain(&self, _: u32, _: Binding<Arc<Failing>>) -> Result<()> {
         Ok(())
     }
     fn sync_binding_begin(&self, _: u32) -> Result<SyncToken> {
@@ -104,9 +107,9 @@ fn an_unmap_that_is_sent_again_waits_for_the_invalidation_that_failed() {
         let mut rig = Rig::new();
         assert_eq!((rig.begin(attach()), rig.poll()), (Status::Ok, Ok(true)));
         let flags = MapFlags::READ;
-        let map = Request::Map { domain: 1, range: page(), phys: 0, flags };
+        let map = Request::Map(MapRequest { domain: 1, range: page(), phys: 0, flags });
         assert_eq!((rig.begin(map), rig.poll()), (Status::Ok, Ok(true)));
-        let unmap = Request::Unmap { domain: 1, range: page() };
+        let unmap = Request::Unmap(UnmapRequest { domain: 1, range: page() });
         rig.backing.domain.inject(kind, When::Nth(1), Stage::Before);
         rig.begin(unmap);
         if failing {
@@ -151,8 +154,8 @@ fn a_process_after_the_one_whose_invalidation_failed_reports_that_it_did() {
     let flags = MapFlags::READ;
     let requests = [
         attach(),
-        Request::Map { domain: 1, range: page(), phys: 0, flags },
-        Request::Unmap { domain: 1, range: page() },
+        Request::Map(MapRequest { domain: 1, range: page(), phys: 0, flags }),
+        Request::Unmap(UnmapRequest { domain: 1, range: page() }),
     ];
     // The same ring twice: as the first process leaves it, and as if it had died before it published.
     let [left, seen] = [(), ()].map(|()| {

@@ -18,7 +18,7 @@ use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_iommu::{Iova, Range, table::Translation};
 use ringfence_virtio_iommu::{
     device::{Binding, Device, Session},
-    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request},
+    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, UnmapRequest},
 };
 
 /// Pages in a domain that are mapped now and then; each queue has every other one.
@@ -105,7 +105,7 @@ impl World {
                 let at = page((batch * 7 + n) % (PAGES / 2) * 2 + number as u64);
                 let id = self.next.fetch_add(1, SeqCst);
                 let flags = MapFlags::READ | MapFlags::WRITE;
-                let map = Request::Map { domain, range: at, phys: id << 12, flags };
+                let map = Request::Map(MapRequest { domain, range: at, phys: id << 12, flags });
                 assert_eq!(self.send(&mut session, map), 0, "{map:x?}");
                 held.push((domain, at, id));
             }
@@ -114,7 +114,10 @@ impl World {
             }
             thread::yield_now();
             for &(domain, range, _) in &held {
-                assert_eq!(self.send(&mut session, Request::Unmap { domain, range }), 0);
+                assert_eq!(
+                    self.send(&mut session, Request::Unmap(UnmapRequest { domain, range })),
+                    0
+                );
             }
             self.completed(&mut session);
             held.iter().for_each(|&(_, _, id)| self.returned[id as usize].store(true, SeqCst));

@@ -18,7 +18,8 @@ use ringfence_virtio_iommu::{
     device::{Binding, DeviceConfig, RequestQueue, Session},
     driver::{DriverConfig, negotiate, negotiate_proposed},
     wire::{
-        AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, parse_tail,
+        AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status, TAIL_LEN,
+        UnmapRequest, parse_tail,
     },
 };
 
@@ -350,7 +351,8 @@ impl World {
                 if self.queues[queue].waits => {}
             Step::Map { queue, domain, page: n, target } => {
                 let flags = MapFlags::READ;
-                let map = Request::Map { domain, range: page(n), phys: target << 12, flags };
+                let map =
+                    Request::Map(MapRequest { domain, range: page(n), phys: target << 12, flags });
                 let expected = match self.exists(domain) {
                     false => Status::NoEnt,
                     true if self.mapped.contains_key(&(domain, n)) => Status::Inval,
@@ -363,7 +365,8 @@ impl World {
             }
             Step::Unmap { queue, domain, first, pages } => {
                 let whole = range(first << 12, ((first + pages) << 12) - 1);
-                let status = self.send(queue, Request::Unmap { domain, range: whole });
+                let status =
+                    self.send(queue, Request::Unmap(UnmapRequest { domain, range: whole }));
                 let expected = if self.exists(domain) { Status::Ok } else { Status::NoEnt };
                 assert_eq!(status, expected);
                 let before = self.next;

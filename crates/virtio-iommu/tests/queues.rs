@@ -10,7 +10,10 @@ use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use ringfence_virtio_iommu::{
     device::{EventQueue, FaultQueue, RequestQueue},
     driver::EventReceiver,
-    wire::{AttachFlags, FAULT_LEN, FaultRecord, MAX_REQUEST_LEN, MapFlags, Request, Status},
+    wire::{
+        AttachFlags, FAULT_LEN, FaultRecord, MAX_REQUEST_LEN, MapFlags, MapRequest, Request,
+        Status, UnmapRequest,
+    },
 };
 use ringfence_virtq::{
     Desc, driver, layout,
@@ -125,7 +128,7 @@ fn requests_before_one_that_cannot_be_read_are_carried_out() {
     let mut rig = rig();
     let map = |n: u64| {
         let range = range(n << 12, (n << 12) + 0xfff);
-        Request::Map { domain: 1, range, phys: n << 16, flags: MapFlags::READ }
+        Request::Map(MapRequest { domain: 1, range, phys: n << 16, flags: MapFlags::READ })
     };
     let mut bytes = [0; MAX_REQUEST_LEN];
     for (at, request) in [attach(), map(1), map(2)].iter().enumerate() {
@@ -151,10 +154,10 @@ fn a_batch_is_completed_in_the_order_of_the_ring() {
     let map = |n: u64| range(n << 12, (n << 12) + 0xfff);
     let requests = [
         attach(),
-        Request::Map { domain: 1, range: map(1), phys: 0, flags },
-        Request::Unmap { domain: 1, range: map(1) },
-        Request::Map { domain: 1, range: map(1), phys: 0x5000, flags },
-        Request::Map { domain: 9, range: map(1), phys: 0x5000, flags },
+        Request::Map(MapRequest { domain: 1, range: map(1), phys: 0, flags }),
+        Request::Unmap(UnmapRequest { domain: 1, range: map(1) }),
+        Request::Map(MapRequest { domain: 1, range: map(1), phys: 0x5000, flags }),
+        Request::Map(MapRequest { domain: 9, range: map(1), phys: 0x5000, flags }),
     ];
     let mut bytes = [0; MAX_REQUEST_LEN];
     for (at, request) in requests.iter().enumerate() {

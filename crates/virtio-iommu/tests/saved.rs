@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use ringfence_iommu::{Prot, table::Limits};
 use ringfence_virtio_iommu::{
     device::{DeviceConfig, RestoreError},
-    wire::{Features, MapFlags, Request, Status},
+    wire::{Features, MapFlags, MapRequest, Request, Status},
 };
 
 /// A device with a domain of two members, one that bypasses, and one that is empty.
@@ -20,7 +20,7 @@ fn worked() -> Bench {
     for n in 0..1000 {
         let at = range((n << 21) + 0x10_0000, (n << 21) + 0x10_0fff + ((n % 3) << 12));
         let flags = MapFlags::READ | if n % 2 == 0 { MapFlags::WRITE } else { MapFlags::MMIO };
-        let request = Request::Map { domain: 7, range: at, phys: n << 13, flags };
+        let request = Request::Map(MapRequest { domain: 7, range: at, phys: n << 13, flags });
         assert_eq!(bench.send(request), Status::Ok);
     }
     bench.device.write_config(36, &[1]).unwrap();

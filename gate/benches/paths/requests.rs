@@ -122,11 +122,7 @@ impl Rig {
         let server = Server { requests: RequestQueue::new(Arc::new(device), queue), bus };
         let (server, gone) = (Mutex::new(Some(server)), AtomicBool::new(false));
         let transport = Arc::new(SameThread { server, gone });
-        let options = driver::DriverConfig {
-            notify: Notify::Sleep,
-            timeout: None,
-            ..driver::DriverConfig::default()
-        };
+        let options = driver::DriverConfig { notify: Notify::Sleep, timeout: None };
         let buffers = Buffers { window, addr: requests as u64 };
         let way = Arc::clone(&transport);
         let driver = Driver::new(way, front, buffers, config, features, options).expect("a driver");

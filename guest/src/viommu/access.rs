@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use ringfence_iommu::{Iova, Range};
 use ringfence_virtio_iommu::{
     kit::{ACCESS, Refused},
-    wire::{MapFlags, Request},
+    wire::{MapFlags, MapRequest, Request, UnmapRequest},
 };
 
 use crate::{
@@ -120,7 +120,7 @@ impl Page {
         let itself = Page { iova: phys, domain: None };
         let Some(domain) = subject.domain_of(endpoint) else { return Ok(itself) };
         let flags = MapFlags::READ | MapFlags::WRITE;
-        let map = Request::Map { domain, range: kept()?, phys, flags };
+        let map = Request::Map(MapRequest { domain, range: kept()?, phys, flags });
         // A domain in which nothing can be mapped is one that bypasses, or none any more.
         Ok(match subject.own_request(&map)? {
             0 => Page { iova: KEPT.0, domain: Some(domain) },
@@ -130,7 +130,8 @@ impl Page {
 
     fn take_back(self, subject: &mut Viommu) -> Result<()> {
         let Some(domain) = self.domain else { return Ok(()) };
-        let status = subject.own_request(&Request::Unmap { domain, range: kept()? })?;
+        let status =
+            subject.own_request(&Request::Unmap(UnmapRequest { domain, range: kept()? }))?;
         ensure!(status == 0, "the page of an access cannot be unmapped: status {status}");
         Ok(())
     }

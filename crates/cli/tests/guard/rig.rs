@@ -18,8 +18,8 @@ use ringfence_mem::{GuestRam, Window};
 use ringfence_run::{event, worker::Notify};
 use ringfence_vhost_user::{Frontend, FrontendError, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::wire::{
-    AttachFlags, FAULT_LEN, FaultRecord, Features, MAX_REQUEST_LEN, MapFlags, Request, Status,
-    TAIL_LEN, parse_tail,
+    AttachFlags, FAULT_LEN, FaultRecord, Features, MAX_REQUEST_LEN, MapFlags, MapRequest, Request,
+    Status, TAIL_LEN, UnmapRequest, parse_tail,
 };
 use ringfence_virtq::{Desc, blk::Kind, driver, layout};
 
@@ -213,12 +213,15 @@ impl Iommu {
 
     pub(crate) fn map(&mut self, domain: u32, iova: u64, phys: u64, len: u64, flags: MapFlags) {
         let range = Range::new(Iova(iova), Iova(iova + len - 1)).unwrap();
-        assert_eq!(self.request(Request::Map { domain, range, phys, flags }), Status::Ok);
+        assert_eq!(
+            self.request(Request::Map(MapRequest { domain, range, phys, flags })),
+            Status::Ok
+        );
     }
 
     pub(crate) fn unmap(&mut self, domain: u32, iova: u64, len: u64) {
         let range = Range::new(Iova(iova), Iova(iova + len - 1)).unwrap();
-        assert_eq!(self.request(Request::Unmap { domain, range }), Status::Ok);
+        assert_eq!(self.request(Request::Unmap(UnmapRequest { domain, range })), Status::Ok);
     }
 
     /// The next fault that is reported.

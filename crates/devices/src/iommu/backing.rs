@@ -36,7 +36,7 @@ struct Slot {
     translator: Translator,
     reserved: Vec<ReservedRegion>,
     /// Where the device wants it, once it wants it anywhere.
-    wanted: Option<Binding<JointDomain>>,
+    wanted: Option<Binding<Arc<JointDomain>>>,
     /// The invalidation that its last change of binding began.
     change: SyncToken,
     presence: Presence,
@@ -204,7 +204,7 @@ impl Endpoints {
     }
 
     /// Where the device wants endpoints.
-    fn wanted(&self) -> Vec<(u32, Binding<JointDomain>)> {
+    fn wanted(&self) -> Vec<(u32, Binding<Arc<JointDomain>>)> {
         let slots = self.slots.lock();
         slots.iter().filter_map(|(&id, slot)| Some((id, slot.wanted.clone()?))).collect()
     }
@@ -219,7 +219,7 @@ impl Endpoints {
         once.values().map(|domain| domain.primary().mappings()).sum()
     }
 
-    fn bind(&self, endpoint: u32, to: Binding<JointDomain>) -> Result<()> {
+    fn bind(&self, endpoint: u32, to: Binding<Arc<JointDomain>>) -> Result<()> {
         // Not under the lock: it may take long.
         let translator = self.slots.lock().get(&endpoint).map(|slot| slot.translator.clone());
         let change = match translator {
@@ -275,7 +275,7 @@ impl Backing for Endpoints {
         Ok(Joint::new(SoftDomain::within(geometry, Arc::clone(&self.budget), shootdown)))
     }
 
-    fn set_domain(&self, endpoint: u32, to: Binding<JointDomain>) -> Result<()> {
+    fn set_domain(&self, endpoint: u32, to: Binding<Arc<JointDomain>>) -> Result<()> {
         let open = self.open.lock();
         let known = self.slots.lock().get(&endpoint).map(|slot| slot.may_bypass);
         let Some(may_bypass) = known else { return Ok(()) };

@@ -316,7 +316,7 @@ mod tests {
     use ringfence_run::worker::Notify;
     use ringfence_virtio_iommu::{
         device::{HostRegion, Mirror, Session},
-        wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, TAIL_LEN},
+        wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, TAIL_LEN},
     };
 
     use super::*;
@@ -341,7 +341,7 @@ mod tests {
         let range = Range::new(Iova(0x1000), Iova(0x1fff)).unwrap();
         for request in [
             Request::Attach { domain: 1, endpoint: 1, flags: AttachFlags::empty() },
-            Request::Map { domain: 1, range, phys: 0, flags: MapFlags::READ },
+            Request::Map(MapRequest { domain: 1, range, phys: 0, flags: MapFlags::READ }),
         ] {
             let mut bytes = [0; MAX_REQUEST_LEN];
             let len = request.emit(&mut bytes);

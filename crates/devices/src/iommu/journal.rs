@@ -107,7 +107,7 @@ mod tests {
     use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
     use ringfence_virtio_iommu::{
         device::DeviceConfig,
-        wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status},
+        wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status},
     };
     use ringfence_virtq::{Desc, F_VERSION_1, driver, layout};
 
@@ -236,7 +236,7 @@ mod tests {
 
     fn map(at: u64) -> Request {
         let range = Range::new(Iova(at), Iova(at + 0xfff)).unwrap();
-        Request::Map { domain: 1, range, phys: 0, flags: MapFlags::READ }
+        Request::Map(MapRequest { domain: 1, range, phys: 0, flags: MapFlags::READ })
     }
 
     const OK: u8 = Status::Ok as u8;

@@ -134,9 +134,7 @@ impl<'b, B: Lasting> Runs<'b, B> {
 unsafe impl Lasting for Physical {
     #[inline]
     fn intact(&self) -> Result<(), AccessError> {
-        self.check()?;
-        // Rings were found by user addresses, which this does not track.
-        self.memory().check()
+        self.check()
     }
 
     fn prefetch(&self, _: u64, _: u64, _: Access) -> bool {
@@ -159,7 +157,7 @@ unsafe impl Lasting for Physical {
 
     #[inline]
     fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
-        // So that `check` covers the region, and lost memory is refused.
+        // So that lost memory is refused.
         self.slices(addr, 1, access, |_| ()).ok()?;
         Some((addr, self.memory().find_gpa(addr)?.slice))
     }

@@ -394,8 +394,7 @@ impl Iommu {
             Notify::Poll => driver::Notify::Poll,
             Notify::Sleep => driver::Notify::Sleep,
         };
-        let options =
-            driver::DriverConfig { notify, timeout: Some(LONG), ..driver::DriverConfig::default() };
+        let options = driver::DriverConfig { notify, timeout: Some(LONG) };
         let driver = Driver::new(
             Arc::new(events),
             queue,

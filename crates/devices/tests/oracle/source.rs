@@ -237,8 +237,7 @@ impl Viommu {
         let queue = start_ring(&mut backend, ram, 0, size, &transport.kick, Some(&transport.call));
         let buffers = RamPart::carve(ram, Driver::buffer_bytes(size, &config), 4096).unwrap();
         let buffers = Buffers { window: buffers.window().clone(), addr: buffers.gpa() };
-        let options =
-            driver::DriverConfig { notify, timeout: Some(LONG), ..driver::DriverConfig::default() };
+        let options = driver::DriverConfig { notify, timeout: Some(LONG) };
         let driver =
             Driver::new(Arc::new(transport), queue, buffers, config, features, options).unwrap();
 

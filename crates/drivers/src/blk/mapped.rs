@@ -152,12 +152,7 @@ pub struct MappedQueue<D: Domain + 'static, A: Allocator + 'static, B> {
     foreign: Option<Unmapped<B>>,
 }
 
-impl<D, A, B> MappedQueue<D, A, B>
-where
-    D: Domain + 'static,
-    A: Allocator + 'static,
-    B: DmaBuffer<D::Target>,
-{
+impl<D: Domain, A: Allocator, B: DmaBuffer<D::Target>> MappedQueue<D, A, B> {
     /// A queue whose buffers `device` maps.
     pub fn new(queue: DriverQueue, device: &Device<D, A>, batching: Batching) -> Self {
         let batching = Batching {

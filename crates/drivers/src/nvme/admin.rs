@@ -51,17 +51,13 @@ impl<R: Registers> Admin<R> {
     ///
     /// # Errors
     /// There is no memory for it.
-    pub(super) fn new<D, A>(
+    pub(super) fn new<D: Domain<Target = HostAddr>, A: Allocator>(
         device: &Device<D, A>,
         registers: &Arc<R>,
         doorbells: (u64, u64),
         most: u32,
         limit: Duration,
-    ) -> Result<Admin<R>, Error>
-    where
-        D: Domain<Target = HostAddr> + 'static,
-        A: Allocator + 'static,
-    {
+    ) -> Result<Admin<R>, Error> {
         let pair = Pair::new(device, registers, ENTRIES.min(most), doorbells)?;
         let data_page = Pages::shared(device, BYTES)?;
         let registers = Arc::clone(registers);

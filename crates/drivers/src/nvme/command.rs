@@ -62,11 +62,9 @@ pub enum Data<B> {
     /// Nothing.
     #[default]
     None,
-    /// A buffer, mapped for this command under the device's policy.
+    /// A buffer, mapped for this command under the device's policy. Of several pieces (a `Vec<_>` of
+    /// buffers) all but the first begin, and all but the last end, at a multiple of 4 KiB.
     Buffer(B),
-    /// Several, mapped as one. All but the first begin, and all but the last end, at a multiple of
-    /// 4 KiB.
-    List(Vec<B>),
     /// Memory of the device's pools, mapped already ([`Device::take_buffer`](ringfence_dma::Device)).
     Pooled(PoolBuffer),
     /// So many bytes, by their offsets, of a buffer that stays mapped.
@@ -84,7 +82,6 @@ impl<B: DmaBuffer<HostAddr>> Data<B> {
         match self {
             Data::None => 0,
             Data::Buffer(buffer) => buffer.len(),
-            Data::List(list) => list.iter().fold(0, |sum, b| b.len().saturating_add(sum)),
             Data::Pooled(buffer) => buffer.len(),
             Data::Persistent(_, bytes) => bytes.end.saturating_sub(bytes.start),
             Data::At(segment) => segment.len,
@@ -148,8 +145,6 @@ pub(super) struct Noted<B> {
     pub(super) token: u64,
     /// Complete except for its data.
     pub(super) command: Command,
-    /// Whether what is mapped came as a list.
-    pub(super) is_list: bool,
     /// Data that need not be mapped.
     pub(super) kept: Data<B>,
     /// How it ended, once it has.
@@ -158,8 +153,7 @@ pub(super) struct Noted<B> {
 
 impl<B> Default for Noted<B> {
     fn default() -> Noted<B> {
-        let command = Command::new(0, 0);
-        Noted { token: 0, command, is_list: false, kept: Data::None, outcome: Ok(()) }
+        Noted { token: 0, command: Command::new(0, 0), kept: Data::None, outcome: Ok(()) }
     }
 }
 
@@ -169,20 +163,8 @@ impl<B> Noted<B> {
         Completion { token: self.token, data: take(&mut self.kept), outcome: self.outcome }
     }
 
-    /// The completion of a command whose data came back as this list.
-    pub(super) fn unmapped(&self, list: Vec<B>, spare: &mut Vec<Vec<B>>) -> Completion<B> {
-        let data = self.data_of(list, spare);
-        Completion { token: self.token, data, outcome: self.outcome }
-    }
-
-    /// The data as it was submitted, from the list that was mapped. If the list was ours, it goes
-    /// to `spare`.
-    pub(super) fn data_of(&self, mut list: Vec<B>, spare: &mut Vec<Vec<B>>) -> Data<B> {
-        if self.is_list {
-            return Data::List(list);
-        }
-        let data = list.pop().map_or(Data::None, Data::Buffer);
-        spare.push(list);
-        data
+    /// The completion of a command whose buffer was mapped, and comes back.
+    pub(super) fn with(&self, buffer: B) -> Completion<B> {
+        Completion { token: self.token, data: Data::Buffer(buffer), outcome: self.outcome }
     }
 }

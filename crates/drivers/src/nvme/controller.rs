@@ -56,23 +56,13 @@ pub(super) struct State<R> {
     pub(super) queues: Vec<bool>,
 }
 
-impl<D, A, R> fmt::Debug for Controller<D, A, R>
-where
-    D: Domain + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
+impl<D: Domain, A: Allocator, R: Registers> fmt::Debug for Controller<D, A, R> {
     ringfence_sync::shows!(
         Controller as it, identity: it.inner.identity, namespaces: it.inner.namespaces
     );
 }
 
-impl<D, A, R> Controller<D, A, R>
-where
-    D: Domain<Target = HostAddr> + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
+impl<D: Domain<Target = HostAddr>, A: Allocator, R: Registers> Controller<D, A, R> {
     /// Resets the controller with these registers, which reaches memory through `device`, and
     /// starts it.
     ///
@@ -139,7 +129,7 @@ where
     }
 }
 
-impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
+impl<D: Domain, A: Allocator, R: Registers> Inner<D, A, R> {
     /// Time-out for the controller to become ready or to stop.
     fn ready_timeout(&self) -> Duration {
         self.capabilities.ready.min(self.config.limit)
@@ -190,7 +180,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
     }
 }
 
-impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Drop for Inner<D, A, R> {
+impl<D: Domain, A: Allocator, R: Registers> Drop for Inner<D, A, R> {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
             tracing::warn!(%error, "an NVMe controller did not stop: it is given up");

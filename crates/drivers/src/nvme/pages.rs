@@ -34,11 +34,10 @@ impl Pages {
     ///
     /// # Errors
     /// There is no memory, or it could not be mapped.
-    pub(super) fn shared<D, A>(device: &Device<D, A>, len: usize) -> Result<Coherent<Pages>, Error>
-    where
-        D: Domain<Target = HostAddr> + 'static,
-        A: Allocator + 'static,
-    {
+    pub(super) fn shared<D: Domain<Target = HostAddr>, A: Allocator>(
+        device: &Device<D, A>,
+        len: usize,
+    ) -> Result<Coherent<Pages>, Error> {
         // Whole granules too: the device can reach nothing beside them.
         let page = device.domain().geometry().page_sizes.granule().max(PAGE);
         let pages = usize::try_from(page).ok().and_then(|page| Pages::new(len, page));

@@ -50,9 +50,7 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     /// `None` once the queue is dropped.
     rings: Option<Rings<R>>,
     depth: usize,
-    transfers: Transfers<D, A, Vec<B>, Noted<B>>,
-    /// Empty lists, for reuse.
-    spare: Vec<Vec<B>>,
+    transfers: Transfers<D, A, B, Noted<B>>,
     /// Commands that were never submitted to the controller.
     refused: Vec<Completion<B>>,
     /// How many commands the controller has.
@@ -70,7 +68,7 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
 
 impl<D: Domain<Target = HostAddr>, A: Allocator, R: Registers> Controller<D, A, R> {
     /// A new I/O queue with room for `depth` commands, 1 to [`depth`](Self::depth), whose buffers
-    /// are of type `B`.
+    /// are of type `B` (`Vec<_>`: a scatter list).
     ///
     /// # Errors
     /// No queue is left, the depth is invalid, there is no memory for it, or the controller fails.
@@ -79,12 +77,8 @@ impl<D: Domain<Target = HostAddr>, A: Allocator, R: Registers> Controller<D, A, 
     }
 }
 
-impl<D, A, R, B> IoQueue<D, A, R, B>
-where
-    D: Domain<Target = HostAddr> + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-    B: DmaBuffer<HostAddr>,
+impl<D: Domain<Target = HostAddr>, A: Allocator, R: Registers, B: DmaBuffer<HostAddr>>
+    IoQueue<D, A, R, B>
 {
     pub(super) fn new(inner: &Arc<Inner<D, A, R>>, depth: u32) -> Result<Self, Error> {
         let most = (inner.capabilities.entries - 1).min(DEEPEST);
@@ -122,7 +116,6 @@ where
             rings: Some(Rings { pair, lists, list_bytes }),
             depth: depth as usize,
             transfers: Transfers::new(device, depth as usize),
-            spare: Vec::new(),
             refused: Vec::new(),
             submitted: 0,
             max_transfer,
@@ -197,6 +190,17 @@ where
         let Some(rings) = &mut self.rings else {
             return Err(Refused { why: stopped, data: Some(data) });
         };
+        let data = match (data, op.direction()) {
+            (Data::Buffer(buffer), Some(direction)) => {
+                let mapped = self.transfers.map(at, buffer, direction).map_err(|error| {
+                    let why = NotSubmitted::Map(error.error());
+                    Refused { why, data: error.into_buffer().map(Data::Buffer) }
+                });
+                *self.transfers.work(at) = noted;
+                return mapped;
+            }
+            (data, _) => data,
+        };
         let command = noted.command;
         let pushed = match (&data, op.direction()) {
             (Data::None, None) => {
@@ -214,25 +218,6 @@ where
             }
             (Data::At(segment), Some(_)) if self.inner.is_confined() => {
                 rings.push(at, command, std::iter::once(*segment))
-            }
-            (Data::Buffer(_) | Data::List(_), Some(direction)) => {
-                let (list, is_list) = match data {
-                    Data::List(list) => (list, true),
-                    Data::Buffer(buffer) => {
-                        let mut list = self.spare.pop().unwrap_or_default();
-                        list.push(buffer);
-                        (list, false)
-                    }
-                    other => return Err(Refused { why: NotSubmitted::Data, data: Some(other) }),
-                };
-                let noted = Noted { is_list, ..noted };
-                let mapped = self.transfers.map(at, list, direction).map_err(|error| {
-                    let why = NotSubmitted::Map(error.error());
-                    let list = error.into_buffer();
-                    Refused { why, data: list.map(|list| noted.data_of(list, &mut self.spare)) }
-                });
-                *self.transfers.work(at) = noted;
-                return mapped;
             }
             _ => Err(NotSubmitted::Data),
         };
@@ -296,8 +281,7 @@ where
         if let Some(failed) = self.failed {
             return Err(failed);
         }
-        let (refused, spare) = (&mut self.refused, &mut self.spare);
-        let (mut submitted, mut lost) = (0, Ok(()));
+        let (refused, mut submitted, mut lost) = (&mut self.refused, 0, Ok(()));
         self.transfers.poll_maps(|at, noted, mapping| match mapping {
             Ok(mapping) => {
                 match rings.push(at, noted.command, mapping.segments().iter().copied()) {
@@ -312,7 +296,7 @@ where
                 }
             }
             Err(error) => {
-                match not_mapped(noted, error, spare) {
+                match not_mapped(noted, error) {
                     Ok(completion) => refused.push(completion),
                     Err(error) => lost = Err(error),
                 }
@@ -385,10 +369,10 @@ where
         count: &mut usize,
         each: &mut impl FnMut(Completion<B>),
     ) -> Result<(), Error> {
-        let (spare, mut result) = (&mut self.spare, Ok(()));
+        let mut result = Ok(());
         self.transfers.begin_unmaps();
         *count += self.transfers.poll_unmaps(|_, noted, returned| match returned {
-            Ok(Returned { buffer: list, .. }) => each(noted.unmapped(list, spare)),
+            Ok(Returned { buffer, .. }) => each(noted.with(buffer)),
             Err(error) => result = Err(Error::Unmap(error.error())),
         });
         result
@@ -484,13 +468,13 @@ where
         self.failed.get_or_insert(Error::Stopped);
         self.inner.stop()?;
         self.submitted = 0;
-        let (spare, mut result) = (&mut self.spare, Ok(()));
+        let mut result = Ok(());
         self.refused.drain(..).for_each(&mut each);
         // The controller never gets commands that are mapped only now.
         self.transfers.finish_maps(|_, noted, mapping| match mapping {
             Ok(_) => true,
             Err(error) => {
-                let refused = not_mapped(noted, error, spare).map(&mut each);
+                let refused = not_mapped(noted, error).map(&mut each);
                 result = replace(&mut result, Ok(())).and(refused);
                 false
             }
@@ -502,19 +486,14 @@ where
             }
         }
         self.transfers.finish_unmaps(|_, noted, returned| match returned {
-            Ok(Returned { buffer: list, .. }) => each(noted.unmapped(list, spare)),
+            Ok(Returned { buffer, .. }) => each(noted.with(buffer)),
             Err(error) => result = Err(Error::Unmap(error.error())),
         });
         result
     }
 }
 
-impl<D, A, R, B> Drop for IoQueue<D, A, R, B>
-where
-    D: Domain + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
+impl<D: Domain, A: Allocator, R: Registers, B> Drop for IoQueue<D, A, R, B> {
     fn drop(&mut self) {
         let deleted = {
             let mut state = self.inner.state.lock();
@@ -585,8 +564,8 @@ impl<R: Registers> Rings<R> {
 
 /// Ends a command that the controller has. `None`: there is no such command; `Some(None)`: its data
 /// is being unmapped.
-fn end_of<D: Domain + 'static, A: Allocator + 'static, B>(
-    transfers: &mut Transfers<D, A, Vec<B>, Noted<B>>,
+fn end_of<D: Domain, A: Allocator, B>(
+    transfers: &mut Transfers<D, A, B, Noted<B>>,
     at: usize,
     outcome: Result<(), Failure>,
 ) -> Option<Option<Completion<B>>> {
@@ -602,23 +581,13 @@ fn end_of<D: Domain + 'static, A: Allocator + 'static, B>(
 }
 
 /// The completion of a command whose data could not be mapped.
-fn not_mapped<B>(
-    noted: &Noted<B>,
-    error: MapError<Vec<B>>,
-    spare: &mut Vec<Vec<B>>,
-) -> Result<Completion<B>, Error> {
+fn not_mapped<B>(noted: &Noted<B>, error: MapError<B>) -> Result<Completion<B>, Error> {
     let why = error.error();
-    let list = error.into_buffer().ok_or(Error::Map(why))?;
-    let data = noted.data_of(list, spare);
+    let data = Data::Buffer(error.into_buffer().ok_or(Error::Map(why))?);
     Ok(Completion { token: noted.token, data, outcome: Err(NotSubmitted::Map(why).into()) })
 }
 
-impl<D, A, R, B> fmt::Debug for IoQueue<D, A, R, B>
-where
-    D: Domain + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
+impl<D: Domain, A: Allocator, R: Registers, B> fmt::Debug for IoQueue<D, A, R, B> {
     ringfence_sync::shows!(
         IoQueue as it, id: it.id, transfers: it.transfers, submitted: it.submitted,
         failed: it.failed

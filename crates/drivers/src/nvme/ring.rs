@@ -40,16 +40,12 @@ impl<R: Registers> Pair<R> {
     ///
     /// # Errors
     /// There is no memory for them.
-    pub(super) fn new<D, A>(
+    pub(super) fn new<D: Domain<Target = HostAddr>, A: Allocator>(
         device: &Device<D, A>,
         registers: &Arc<R>,
         entries: u32,
         (submit_doorbell, complete_doorbell): (u64, u64),
-    ) -> Result<Pair<R>, Error>
-    where
-        D: Domain<Target = HostAddr> + 'static,
-        A: Allocator + 'static,
-    {
+    ) -> Result<Pair<R>, Error> {
         let completions = (entries as usize * COMMAND_BYTES).next_multiple_of(PAGE as usize);
         let len = completions + entries as usize * COMPLETION_BYTES;
         Ok(Pair {

@@ -95,11 +95,6 @@ impl Status {
     pub fn code(self) -> u8 {
         self.0 as u8
     }
-
-    /// Whether the same command would fail again.
-    pub fn is_final(self) -> bool {
-        self.0 >> 14 & 1 != 0
-    }
 }
 
 impl fmt::Display for Status {
@@ -149,7 +144,7 @@ mod tests {
         assert!(Status::new(1).is_ok());
         let denied = Status::new(1 | 0x86 << 1 | 2 << 9 | 1 << 15);
         assert_eq!((denied.kind(), denied.code()), (2, 0x86));
-        assert!(denied.is_final() && !denied.is_ok());
+        assert!(!denied.is_ok());
         assert_eq!(denied.to_string(), "access denied (status 0x2/0x86)");
     }
 }

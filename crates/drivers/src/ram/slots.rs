@@ -1,12 +1,13 @@
 //! Guest memory for bounce slots.
 
 use core::ptr::NonNull;
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
-use parking_lot::Mutex;
 use ringfence_dma::{BounceMemory, Chunk};
 use ringfence_iommu::GuestPhys;
+use ringfence_iova::{Align, Allocator, Aperture, Placement, Request, SlabConfig, Slabs};
 use ringfence_mem::{GuestRam, MemError};
+use ringfence_sync::cpu::OneCpu;
 
 use super::PAGE;
 
@@ -15,21 +16,25 @@ use super::PAGE;
 #[derive(Debug)]
 pub struct RamMemory {
     ram: Arc<GuestRam>,
-    free: Mutex<Extents>,
+    /// Its guest-physical addresses.
+    space: Slabs<OneCpu>,
 }
 
 impl RamMemory {
-    /// Sets `len` bytes of the addresses of `ram` aside, whole pages.
+    /// Sets `len` bytes of the addresses of `ram` aside, whole pages. A page at address 0 is not
+    /// used.
     ///
     /// # Errors
-    /// There are not so many left.
+    /// There are not so many left, or none is to be used.
     pub fn carve(ram: &Arc<GuestRam>, len: usize) -> Result<RamMemory, MemError> {
         // What cannot be rounded up does not fit.
         let len = len.checked_next_multiple_of(PAGE).unwrap_or(len);
-        let first = ram.carve(len, PAGE)?;
-        let mut free = Extents::default();
-        free.add(first, len);
-        Ok(RamMemory { ram: Arc::clone(ram), free: Mutex::new(free) })
+        let rest = len.checked_sub(1).ok_or(MemError::Empty)? as u64;
+        let first = ram.gpa() + ram.carve(len, PAGE)? as u64;
+        let pages = Aperture::new(first, first + rest, PAGE as u64).map_err(|_| MemError::Empty)?;
+        let (placement, limits) = (Placement::Lowest, Vec::new());
+        let config = SlabConfig { placement, limits, ..SlabConfig::default() };
+        Ok(RamMemory { ram: Arc::clone(ram), space: Slabs::with_config(pages, OneCpu, config) })
     }
 }
 
@@ -38,17 +43,11 @@ impl RamMemory {
 // pool that takes from this value holds it.
 unsafe impl BounceMemory<GuestPhys> for RamMemory {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
-        let gpa = self.ram.gpa();
-        let pages = usize::try_from(len).ok()?.checked_next_multiple_of(PAGE)?;
-        let offset = self.free.lock().take(pages, |offset| {
-            // Aligned in the guest's addresses.
-            let at = gpa.checked_add(offset as u64)?.checked_next_multiple_of(align)?;
-            usize::try_from(at - gpa).ok()?.checked_next_multiple_of(PAGE)
-        })?;
-        // It lies in the memory, whose addresses do not wrap.
-        let slice = self.ram.slice(offset, pages).ok()?;
+        let gpa = self.space.alloc(&Request::new(len).align(Align::Bytes(align))).ok()?;
+        // It lies in the memory, whose size fits this process's address space.
+        let slice = self.ram.slice((gpa - self.ram.gpa()) as usize, len as usize).ok()?;
         let ptr = NonNull::new(slice.as_ptr())?;
-        Some(Chunk { target: GuestPhys(gpa + offset as u64), ptr, len, align })
+        Some(Chunk { target: GuestPhys(gpa), ptr, len, align })
     }
 
     unsafe fn give_back(&self, chunk: Chunk<GuestPhys>) {
@@ -57,46 +56,7 @@ unsafe impl BounceMemory<GuestPhys> for RamMemory {
         // Before it can be taken again. If the system refuses, the pages stay, which only wastes
         // them.
         let _ = self.ram.discard(offset, pages);
-        self.free.lock().add(offset, pages);
-    }
-}
-
-/// Free extents: lengths by offset. No two extents touch.
-#[derive(Debug, Default)]
-struct Extents(BTreeMap<usize, usize>);
-
-impl Extents {
-    /// Takes `len` bytes at the lowest place; `align` moves the beginning of an extent up.
-    fn take(&mut self, len: usize, align: impl Fn(usize) -> Option<usize>) -> Option<usize> {
-        let fits = |(&start, &room): (&usize, &usize)| {
-            let at = align(start)?;
-            let end = at.checked_add(len).filter(|&end| end <= start + room)?;
-            Some((start, at, end, start + room))
-        };
-        let (start, at, end, last) = self.0.iter().find_map(fits)?;
-        self.0.remove(&start);
-        for (from, to) in [(start, at), (end, last)] {
-            if from < to {
-                self.0.insert(from, to - from);
-            }
-        }
-        Some(at)
-    }
-
-    fn add(&mut self, start: usize, len: usize) {
-        let (mut start, mut len) = (start, len);
-        if let Some((&before, &room)) = self.0.range(..start).next_back()
-            && before + room == start
-        {
-            self.0.remove(&before);
-            (start, len) = (before, len + room);
-        }
-        if let Some(room) = self.0.remove(&(start + len)) {
-            len += room;
-        }
-        if len > 0 {
-            self.0.insert(start, len);
-        }
+        self.space.free(chunk.target.0, chunk.len).expect("a chunk is given back once");
     }
 }
 
@@ -121,6 +81,7 @@ mod tests {
         let (ram, _) = memory();
         let refused = RamMemory::carve(&ram, usize::MAX);
         assert!(matches!(refused, Err(MemError::Full { len: u64::MAX, .. })), "{refused:?}");
+        assert!(matches!(RamMemory::carve(&ram, 0), Err(MemError::Empty)));
         let view = ram.scattered(&[0, PAGE as u64]).unwrap();
         assert_eq!(PagedBuffer::cut(view, [PAGE, usize::MAX]).len(), 1);
     }
@@ -185,8 +146,8 @@ mod tests {
             }
             // SAFETY: they were taken, and are live.
             live.into_iter().for_each(|chunk| unsafe { memory.give_back(chunk) });
-            let whole = BTreeMap::from([(PAGE, PAGES * PAGE)]);
-            prop_assert_eq!(&memory.free.lock().0, &whole);
+            let whole = memory.take((PAGES * PAGE) as u64, 1).map(|chunk| chunk.target.0);
+            prop_assert_eq!(whole, Some(all.start));
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     rig::{BLOCKS, Buffer, Queue, Rig, bytes, pattern},
 };
 
-fn ok(completion: Completion<Buffer>) -> Data<Buffer> {
+fn ok<B>(completion: Completion<B>) -> Data<B> {
     assert_eq!(completion.outcome, Ok(()), "command {}", completion.token);
     completion.data
 }
@@ -106,7 +106,8 @@ fn a_controllers_own_limit_of_a_transfer_is_kept() {
 #[test]
 fn lists_pools_and_persistent_buffers_carry_data_too() {
     let rig = Rig::new(Policy::StrictMap);
-    let (mut queue, space) = (rig.queue(8), rig.space());
+    let mut queue: Queue<Vec<Buffer>> = rig.disk().queue(8).unwrap();
+    let space = rig.space();
     let all = pattern(5 * 4096, 3);
     // Pieces of whole pages, except for the beginning of the first and the end of the last.
     let pieces = |with: &[u8]| {
@@ -114,13 +115,16 @@ fn lists_pools_and_persistent_buffers_carry_data_too() {
         let (second, third) = rest.split_at(8192);
         vec![Buffer::holding(3072, first), Buffer::holding(0, second), Buffer::holding(0, third)]
     };
-    let list = Data::List(pieces(&all));
+    let list = Data::Buffer(pieces(&all));
     ok(queue.carry_out(&space, Op::Write { lba: 0 }, list).unwrap());
     assert!(rig.soft.disk()[..all.len()] == all);
-    let list = Data::List(pieces(&vec![0; all.len()]));
+    let list = Data::Buffer(pieces(&vec![0; all.len()]));
     let list = ok(queue.carry_out(&space, Op::Read { lba: 0 }, list).unwrap());
-    assert!(matches!(&list, Data::List(list) if list.len() == 3));
-    assert!(bytes(list) == all);
+    let list = list.into_buffer().unwrap();
+    assert_eq!(list.len(), 3);
+    assert!(list.iter().flat_map(Buffer::bytes).eq(&all));
+
+    let mut queue = rig.queue(8);
 
     let mut pooled = rig.device.take_buffer(8192, Direction::Bidirectional).unwrap();
     pooled.write(0, &pattern(8192, 4));
@@ -183,6 +187,7 @@ fn commands_without_data_do_what_they_say() {
 fn an_invalid_command_is_refused_before_it_reaches_the_controller() {
     let rig = Rig::new(Policy::StrictMap);
     let (mut queue, space) = (rig.queue(4), rig.space());
+    let mut lists: Queue<Vec<Buffer>> = rig.disk().queue(4).unwrap();
     let there = space.blocks();
     let fetched = rig.soft.stats().commands.load(Ordering::Relaxed);
     let mut refused = |op, data| match queue.carry_out(&space, op, data).unwrap().outcome {
@@ -204,8 +209,9 @@ fn an_invalid_command_is_refused_before_it_reaches_the_controller() {
     assert_eq!(refused(Op::Flush, buffer(0, 512)), NotSubmitted::Data);
     // No PRP list can describe these: an odd address, and a piece that ends within a page.
     assert_eq!(refused(read(0), buffer(2, 512)), NotSubmitted::Shape);
-    let list = Data::List(vec![Buffer::new(0, 512), Buffer::new(0, 512)]);
-    assert_eq!(refused(read(0), list), NotSubmitted::Shape);
+    let list = Data::Buffer(vec![Buffer::new(0, 512), Buffer::new(0, 512)]);
+    let refused = lists.carry_out(&space, read(0), list).unwrap().outcome;
+    assert_eq!(refused, Err(NotSubmitted::Shape.into()));
     assert_eq!(rig.soft.stats().commands.load(Ordering::Relaxed), fetched);
     assert!(queue.is_idle() && queue.room() == 4);
 }

@@ -169,7 +169,6 @@ pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
 pub(crate) fn bytes(data: Data<Buffer>) -> Vec<u8> {
     match data {
         Data::Buffer(buffer) => buffer.bytes().to_vec(),
-        Data::List(list) => list.iter().flat_map(Buffer::bytes).copied().collect(),
         Data::Pooled(buffer) => buffer.piece().to_vec(),
         other => panic!("{other:?} has no bytes of its own"),
     }

@@ -12,7 +12,10 @@ use ringfence_run::worker::Notify;
 use ringfence_rust_vmm::host_regions;
 use ringfence_virtio_iommu::{
     kit::{Outcome, run},
-    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, REQUEST_QUEUE, Request, Status, TAIL_LEN},
+    wire::{
+        AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, REQUEST_QUEUE, Request, Status,
+        TAIL_LEN, UnmapRequest,
+    },
 };
 use ringfence_virtq::{Desc, F_EVENT_IDX};
 use virtio_queue::QueueT;
@@ -33,11 +36,16 @@ fn page(at: u64) -> Range {
 }
 
 fn map(at: u64, phys: u64) -> Request {
-    Request::Map { domain: 1, range: page(at), phys, flags: MapFlags::READ | MapFlags::WRITE }
+    Request::Map(MapRequest {
+        domain: 1,
+        range: page(at),
+        phys,
+        flags: MapFlags::READ | MapFlags::WRITE,
+    })
 }
 
 fn unmap(at: u64) -> Request {
-    Request::Unmap { domain: 1, range: page(at) }
+    Request::Unmap(UnmapRequest { domain: 1, range: page(at) })
 }
 
 /// An active one, whose driver has accepted all features.

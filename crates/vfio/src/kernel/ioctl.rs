@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd};
 
 use iommufd_bindings::IOMMUFD_TYPE;
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vfio_bindings::bindings::vfio::{VFIO_BASE, VFIO_TYPE};
 
 use super::{KernelResult, chain::u32_at};
@@ -67,15 +67,10 @@ pub(super) fn reply(file: impl AsFd, request: u32, index: u32) -> KernelResult<V
 
 /// Repeats a request that a signal interrupted: it has changed nothing.
 fn again(mut call: impl FnMut() -> i32) -> KernelResult<i32> {
-    loop {
-        match call() {
-            result @ 0.. => return Ok(result),
-            _ => match Errno::from_io_error(&std::io::Error::last_os_error()) {
-                Some(Errno::INTR) => {}
-                errno => return Err(errno.unwrap_or(Errno::IO)),
-            },
-        }
-    }
+    retry_on_intr(|| match call() {
+        result @ 0.. => Ok(result),
+        _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)),
+    })
 }
 
 #[cfg(test)]

@@ -1,13 +1,12 @@
 //! A window, and the state of its pages.
 
-use std::alloc::{Layout, alloc_zeroed};
-
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
+use zerocopy::FromZeros;
 
 use crate::DirtyMap;
 
 /// The state of a page. All zero: neither pinned nor held.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, FromZeros)]
 pub(super) struct Page {
     /// How often it is pinned.
     pub(super) count: u32,
@@ -78,7 +77,9 @@ impl Window {
     /// `None` if there is no memory for the page counts. `range` and `addr` are multiples of
     /// `page`.
     pub(super) fn new(range: Range, addr: HostAddr, rights: Rights, page: u64) -> Option<Window> {
-        let pages = zeroed(usize::try_from((range.extent() / page).checked_add(1)?).ok()?)?;
+        let pages = usize::try_from((range.extent() / page).checked_add(1)?).ok()?;
+        // Memory that is never touched costs nothing.
+        let pages = <[Page]>::new_box_zeroed_with_elems(pages).ok()?;
         let dirty = DirtyMap::new(range, page)?;
         Some(Window { range, addr, rights, pinned: 0, pages, dirty })
     }
@@ -111,16 +112,4 @@ impl Window {
     pub(super) fn iova(&self, at: u64) -> Iova {
         Iova(self.range.first().0 + at)
     }
-}
-
-/// Pages that are neither pinned nor held. Memory that is never touched costs nothing.
-fn zeroed(pages: usize) -> Option<Box<[Page]>> {
-    let layout = Layout::array::<Page>(pages).ok().filter(|layout| layout.size() != 0)?;
-    // SAFETY: the layout has a size.
-    let at = unsafe { alloc_zeroed(layout) }.cast::<Page>();
-    if at.is_null() {
-        return None;
-    }
-    // SAFETY: it was just allocated with the layout of this slice, and all zero is a `Page`.
-    Some(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(at, pages)) })
 }

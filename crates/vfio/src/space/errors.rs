@@ -1,19 +1,11 @@
-//! What the kernel's error numbers mean to a domain, and what all domains over a kernel share.
+//! What the kernel's error numbers mean to a domain, and how dirty bits are read.
 
-use ringfence_iommu::{Capabilities, Error, Range, Result};
+use ringfence_iommu::{Error, Range, Result};
 use rustix::io::Errno;
 
 use crate::{
     DirtyMap,
     kernel::{Bitmap, Locked},
-};
-
-/// The capabilities of every domain over a kernel.
-pub(crate) const CAPABILITIES: Capabilities = {
-    let mut capabilities = Capabilities::FULL;
-    // An unmap is a system call that is complete when it returns.
-    capabilities.deferred_flush = false;
-    capabilities
 };
 
 /// Lets `read` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`,

@@ -4,25 +4,15 @@ use std::sync::Arc;
 
 use ringfence_iommu::{Domain, GuestPhys, ReservedKind, ReservedRegion, Result, SyncToken};
 
-/// What accesses of an endpoint go through.
-#[derive(Debug)]
-pub enum Binding<D> {
+/// What accesses of an endpoint go through; `T` holds a domain, such as an `Arc`.
+#[derive(Clone, Debug)]
+pub enum Binding<T> {
     /// Nowhere: every access is refused.
     Blocked,
     /// Straight to guest memory: addresses are guest-physical and all accesses are allowed.
     Bypass,
     /// Through a domain.
-    Domain(Arc<D>),
-}
-
-impl<D> Clone for Binding<D> {
-    fn clone(&self) -> Binding<D> {
-        match self {
-            Binding::Blocked => Binding::Blocked,
-            Binding::Bypass => Binding::Bypass,
-            Binding::Domain(domain) => Binding::Domain(Arc::clone(domain)),
-        }
-    }
+    Domain(T),
 }
 
 /// What the device knows of an endpoint.
@@ -77,7 +67,7 @@ pub trait Backing: Send + Sync {
     ///
     /// [V11]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v11
     /// [V12]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v12
-    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()>;
+    fn set_domain(&self, endpoint: u32, to: Binding<Arc<Self::Domain>>) -> Result<()>;
 
     /// Starts to invalidate what was cached of the binding that `endpoint` had before; returns the
     /// token to poll, [`SyncToken::DONE`] if it is over already. The default is for backings whose

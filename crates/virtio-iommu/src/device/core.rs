@@ -79,7 +79,7 @@ pub(super) struct State<D> {
 
 /// A domain, and what of each member it has to respect.
 pub(super) struct Entry<D> {
-    pub(super) view: View<D>,
+    pub(super) view: View<Arc<D>>,
     pub(super) members: Vec<(u32, Vec<ReservedRegion>)>,
 }
 
@@ -95,20 +95,14 @@ impl<D> Entry<D> {
 }
 
 /// What MAP and UNMAP need to know of a domain.
-pub(super) struct View<D> {
+#[derive(Clone)]
+pub(super) struct View<T> {
     /// `None`: a bypass domain.
-    pub(super) domain: Option<Arc<D>>,
+    pub(super) domain: Option<T>,
     /// Of a lazy domain: what waits for its IOTLB_FLUSH.
     pub(super) lazy: Option<Arc<Lazy>>,
     /// Where nothing may be mapped, for the sake of any member.
     pub(super) reserved: Arc<[Range]>,
-}
-
-impl<D> Clone for View<D> {
-    fn clone(&self) -> View<D> {
-        let View { domain, lazy, reserved } = self;
-        View { domain: domain.clone(), lazy: lazy.clone(), reserved: Arc::clone(reserved) }
-    }
 }
 
 impl<B: Backing> fmt::Debug for Device<B> {
@@ -286,12 +280,9 @@ impl<B: Backing> Device<B> {
     ///
     /// [V5]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v5
     /// [V6]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v6
-    pub(super) fn unattached(&self) -> Binding<B::Domain> {
+    pub(super) fn unattached(&self) -> Binding<Arc<B::Domain>> {
         let offered = self.options.features.contains(Features::BYPASS_CONFIG);
-        match offered && self.bypasses() {
-            true => Binding::Bypass,
-            false => Binding::Blocked,
-        }
+        if offered && self.bypasses() { Binding::Bypass } else { Binding::Blocked }
     }
 
     /// Device reset: no endpoint is attached, no domain exists, nothing is negotiated; `bypass`

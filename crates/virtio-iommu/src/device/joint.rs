@@ -74,11 +74,6 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         &self.primary
     }
 
-    /// How many mirrors there are.
-    pub fn mirrors(&self) -> usize {
-        self.mirrors.lock().len()
-    }
-
     /// Repeats all that is mapped in `mirror`, in which nothing is, and all that will be. If that fails it
     /// is emptied; if that fails too, something may be left in it.
     fn join(&self, mirror: &Arc<Mirror>) -> Result<()> {
@@ -240,10 +235,7 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
         }
         let mapped = self.primary.map_pages(maps);
         let done = mapped.map_or_else(|partial| partial.done, |()| maps.len());
-        match self.is_mirrored() {
-            true => self.map_late(&maps[..done]).and(mapped),
-            false => mapped,
-        }
+        if self.is_mirrored() { self.map_late(&maps[..done]).and(mapped) } else { mapped }
     }
 
     /// # Errors
@@ -278,7 +270,7 @@ impl<D: fmt::Debug> fmt::Debug for Joint<D> {
 /// An endpoint behind a real IOMMU: a mirror, and what it repeats.
 pub struct Outside<D> {
     mirror: Arc<Mirror>,
-    binding: Mutex<Binding<Joint<D>>>,
+    binding: Mutex<Binding<Arc<Joint<D>>>>,
 }
 
 impl<D: Domain<Target = GuestPhys>> Outside<D> {
@@ -293,7 +285,7 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
     }
 
     /// Its present binding.
-    pub fn binding(&self) -> Binding<Joint<D>> {
+    pub fn binding(&self) -> Binding<Arc<Joint<D>>> {
         self.binding.lock().clone()
     }
 
@@ -304,7 +296,7 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
     /// The binding is the one before; or, where that could not be restored, which the mirror
     /// [counts](Mirror::failures), it is blocked, and its remaining mappings are removed before the
     /// next binding.
-    pub fn bind(&self, to: Binding<Joint<D>>) -> Result<()> {
+    pub fn bind(&self, to: Binding<Arc<Joint<D>>>) -> Result<()> {
         let mut binding = self.binding.lock();
         if is_same(&binding, &to) {
             return Ok(());
@@ -326,7 +318,7 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
         Ok(())
     }
 
-    fn enter(&self, to: &Binding<Joint<D>>) -> Result<()> {
+    fn enter(&self, to: &Binding<Arc<Joint<D>>>) -> Result<()> {
         match to {
             Binding::Blocked => Ok(()),
             Binding::Bypass => self.mirror.map_all_memory(),
@@ -335,7 +327,7 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
     }
 
     /// Empties the mirror; if that fails all is as it was.
-    fn leave(&self, from: &Binding<Joint<D>>) -> Result<()> {
+    fn leave(&self, from: &Binding<Arc<Joint<D>>>) -> Result<()> {
         match from {
             // Something is left where nothing else could be restored.
             Binding::Blocked => self.mirror.unmap(Range::ALL),
@@ -354,7 +346,7 @@ impl<D> fmt::Debug for Outside<D> {
 }
 
 /// Whether there is nothing to do. (A blocked endpoint may have mappings left to remove.)
-fn is_same<D>(one: &Binding<D>, other: &Binding<D>) -> bool {
+fn is_same<D>(one: &Binding<Arc<D>>, other: &Binding<Arc<D>>) -> bool {
     match (one, other) {
         (Binding::Bypass, Binding::Bypass) => true,
         (Binding::Domain(one), Binding::Domain(other)) => Arc::ptr_eq(one, other),

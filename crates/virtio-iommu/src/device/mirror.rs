@@ -84,11 +84,6 @@ impl Mirror {
         holes.chain(above.map(outside)).collect()
     }
 
-    /// The domain that the mappings are made in.
-    pub fn domain(&self) -> &Arc<dyn Domain<Target = HostAddr>> {
-        &self.domain
-    }
-
     /// Makes a mapping. All or nothing.
     ///
     /// # Errors
@@ -148,7 +143,7 @@ impl Mirror {
     /// The domain's, counted: some of them may be there.
     pub(super) fn unmap(&self, range: Range) -> Result<()> {
         // The domain's granule may be larger: its mappings consist of whole ones.
-        let Some(range) = self.inward(range) else { return Ok(()) };
+        let Some(range) = range.inward(self.granule) else { return Ok(()) };
         let mut gather = Gather::new();
         let unmapped = self.domain.unmap(range, &mut gather);
         let synced = unmapped.and_then(|_| self.domain.iotlb_sync(&mut gather)).map(drop);
@@ -158,10 +153,7 @@ impl Mirror {
     /// # Errors
     /// [`Error::Unsupported`]: it may not have all of guest memory.
     pub(super) fn may_bypass(&self) -> Result<()> {
-        match self.can_bypass {
-            true => Ok(()),
-            false => Err(Error::Unsupported("the endpoint cannot bypass")),
-        }
+        if self.can_bypass { Ok(()) } else { Err(Error::Unsupported("the endpoint cannot bypass")) }
     }
 
     /// Maps all of guest memory to itself.
@@ -185,17 +177,6 @@ impl Mirror {
     /// Whether a piece is there. It is there whole or not at all.
     fn has(&self, (range, host): (Range, HostAddr)) -> bool {
         self.domain.iova_to_phys(range.first()) == Some(host)
-    }
-
-    /// The granules that lie in `range` whole.
-    fn inward(&self, range: Range) -> Option<Range> {
-        let mask = self.granule - 1;
-        let first = range.first().0.checked_add(mask)? & !mask;
-        let last = match range.last().0 & mask == mask {
-            true => range.last().0,
-            false => (range.last().0 & !mask).checked_sub(1)?,
-        };
-        Range::new(Iova(first), Iova(last))
     }
 
     /// What the domain has to map for a mapping: in ascending order, an error where memory ends.

@@ -273,7 +273,7 @@ impl<B: Backing> RequestQueue<B> {
     ) -> (usize, Result<usize, RingError>) {
         let room = most.min(self.pending.capacity() - self.pending.len());
         // Each may touch a domain.
-        let room = room.min(TOUCHED.saturating_sub(self.session.touched()));
+        let room = room.min(TOUCHED.saturating_sub(self.session.used));
         let mut count = 0;
         for Taken { chain, bytes, len } in taken.iter_mut().take(room) {
             match self.queue.pop(mem, chain) {

@@ -10,8 +10,8 @@ use super::{
     session::gather,
 };
 use crate::wire::{
-    AttachFlags, Features, Kind, Map, MapFlags, ParseError, Request, Status, TAIL_LEN, Unmap,
-    emit_tail, write_properties,
+    AttachFlags, Features, Kind, MapFlags, MapRequest, ParseError, Request, Status, TAIL_LEN,
+    UnmapRequest, emit_tail, write_properties,
 };
 
 /// How many addresses are tried to find a mapping in a reserved region of an endpoint, when the
@@ -64,15 +64,14 @@ impl<B: Backing> Device<B> {
         request: &[u8],
     ) -> Option<(Status, bool)> {
         let refused = |error: ParseError| (error.status().unwrap_or(Status::Inval), false);
-        if let Some(map) = Map::parse(request) {
-            let Map { domain, range, phys, flags } = match map {
-                Ok(map) => map,
-                Err(error) => return Some(refused(error)),
-            };
-            return Some(outcome_of(self.map(session, domain, range, phys, flags).map(|()| false)));
+        if let Some(map) = MapRequest::parse(request) {
+            return Some(match map {
+                Ok(map) => outcome_of(self.map(session, map).map(|()| false)),
+                Err(error) => refused(error),
+            });
         }
-        Some(match Unmap::parse(request)? {
-            Ok(Unmap { domain, range }) => outcome_of(self.unmap(session, domain, range)),
+        Some(match UnmapRequest::parse(request)? {
+            Ok(unmap) => outcome_of(self.unmap(session, unmap)),
             Err(error) => refused(error),
         })
     }
@@ -85,7 +84,7 @@ impl<B: Backing> Device<B> {
         }
         let request = match Request::parse(request) {
             Ok(request) => request,
-            Err(ParseError::Short { kind: Kind::Probe, .. }) => {
+            Err(ParseError::Short(Kind::Probe)) => {
                 return match self.has(Features::PROBE) {
                     true => Reply::ProbeRefused(Status::Inval),
                     // However short: left alone where the feature is not (rule V24).
@@ -104,10 +103,8 @@ impl<B: Backing> Device<B> {
     /// As [`execute`](Self::execute), of a request that was parsed and has room for a tail.
     pub(super) fn perform(&self, session: &mut Session<B>, request: &Request, room: u64) -> Reply {
         match *request {
-            Request::Map { domain, range, phys, flags } => {
-                Reply::to(self.map(session, domain, range, phys, flags).map(|()| false))
-            }
-            Request::Unmap { domain, range } => Reply::to(self.unmap(session, domain, range)),
+            Request::Map(map) => Reply::to(self.map(session, map).map(|()| false)),
+            Request::Unmap(unmap) => Reply::to(self.unmap(session, unmap)),
             Request::Attach { domain, endpoint, flags } => {
                 Reply::to(self.attach(session, domain, endpoint, flags).map(|()| true))
             }
@@ -145,7 +142,7 @@ impl<B: Backing> Device<B> {
         &self,
         session: &'s mut Session<B>,
         id: u32,
-    ) -> Outcome<&'s View<B::Domain>> {
+    ) -> Outcome<&'s View<Arc<B::Domain>>> {
         // Ordering: a driver that relies on an earlier request has seen its reply, so that rings order the
         // two; of others either may come first.
         let generation = self.generation.load(Ordering::Acquire);
@@ -183,14 +180,8 @@ impl<B: Backing> Device<B> {
     }
 
     #[inline(always)]
-    pub(super) fn map(
-        &self,
-        session: &mut Session<B>,
-        id: u32,
-        range: Range,
-        phys: u64,
-        flags: MapFlags,
-    ) -> Outcome<()> {
+    pub(super) fn map(&self, session: &mut Session<B>, map: MapRequest) -> Outcome<()> {
+        let MapRequest { domain: id, range, phys, flags } = map;
         if !self.has(Features::MAP_UNMAP) {
             return Err(Status::Unsupp);
         }
@@ -226,7 +217,8 @@ impl<B: Backing> Device<B> {
 
     /// Whether the reply waits for the session's sync: not in a lazy domain.
     #[inline]
-    fn unmap(&self, session: &mut Session<B>, id: u32, range: Range) -> Outcome<bool> {
+    fn unmap(&self, session: &mut Session<B>, unmap: UnmapRequest) -> Outcome<bool> {
+        let UnmapRequest { domain: id, range } = unmap;
         if !self.has(Features::MAP_UNMAP) {
             return Err(Status::Unsupp);
         }
@@ -434,28 +426,16 @@ fn inward<D: Domain>(
     range: Range,
 ) -> Outcome<Option<Range>> {
     let Some(range) = range.intersection(input) else { return Ok(None) };
-    let mask = granule - 1;
-    let (mut first, mut last) = (range.first().0, range.last().0);
-    let split = |at: u64| domain.iova_to_phys(Iova(at)).is_some();
-    if first & mask != 0 {
-        if split(first) {
-            return Err(Status::Range);
-        }
-        let Some(up) = (first | mask).checked_add(1) else { return Ok(None) };
-        first = up;
+    let (first, last, mask) = (range.first(), range.last(), granule - 1);
+    let is_mapped = |at| domain.iova_to_phys(at).is_some();
+    if first.0 & mask != 0 && is_mapped(first) || last.0 & mask != mask && is_mapped(last) {
+        return Err(Status::Range);
     }
-    if last & mask != mask {
-        if split(last) {
-            return Err(Status::Range);
-        }
-        let Some(down) = (last & !mask).checked_sub(1) else { return Ok(None) };
-        last = down;
-    }
-    Ok(Range::new(Iova(first), Iova(last)))
+    Ok(range.inward(granule))
 }
 
 /// Where an endpoint of a domain is put.
-fn binding_to<D>(domain: Option<&Arc<D>>) -> Binding<D> {
+fn binding_to<D>(domain: Option<&Arc<D>>) -> Binding<Arc<D>> {
     domain.map_or(Binding::Bypass, |domain| Binding::Domain(Arc::clone(domain)))
 }
 

@@ -3,7 +3,7 @@
 use ringfence_iommu::{Domain, Iova, Prot, Range, Result, table::Mapping};
 
 use super::{Backing, Device, RestoreError, Session, joint::each_mapping};
-use crate::wire::{AttachFlags, CONFIG_LEN, Features};
+use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapRequest};
 
 /// What the bytes begin with.
 const MAGIC: [u8; 4] = *b"RFvi";
@@ -115,10 +115,11 @@ impl<B: Backing> Device<B> {
             }
             for _ in 0..rest.u64()? {
                 let (first, last) = (Iova(rest.u64()?), Iova(rest.u64()?));
-                let (target, prot) = (rest.u64()?, rest.u32()?);
+                let (phys, prot) = (rest.u64()?, rest.u32()?);
                 let range = Range::new(first, last).ok_or(RestoreError::Format("a range"))?;
-                let prot = Prot::from_bits(prot).ok_or(RestoreError::Format("a permission"))?;
-                self.map(&mut session, id, range, target, prot).map_err(refused)?;
+                let flags = Prot::from_bits(prot).ok_or(RestoreError::Format("a permission"))?;
+                let map = MapRequest { domain: id, range, phys, flags };
+                self.map(&mut session, map).map_err(refused)?;
             }
         }
         match rest.0 {

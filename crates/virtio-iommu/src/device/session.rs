@@ -6,10 +6,13 @@ use ringfence_iommu::{Error, Gather, Pending, Range, Result, SyncToken};
 
 use super::{Backing, Device, core::View, lazy::Flight};
 
+/// The number of a domain, the generation of the state in which it was looked up, and what it was then.
+type Found<B> = (u32, u64, View<Arc<<B as Backing>::Domain>>);
+
 /// What one request queue keeps between requests of a batch: which domains wait for their
 /// invalidation, and the domain that the last request was for.
 pub struct Session<B: Backing> {
-    pub(super) last: Option<(u32, u64, View<B::Domain>)>,
+    pub(super) last: Option<Found<B>>,
     /// Domains with something to invalidate, the first `used`; the others are kept for reuse.
     pub(super) touched: Vec<Touched<B::Domain>>,
     pub(super) used: usize,
@@ -64,11 +67,6 @@ impl<B: Backing> Session<B> {
     /// Whether replies must wait for [`Device::begin_sync`] and [`Device::poll_sync`].
     pub fn needs_sync(&self) -> bool {
         self.used > 0 || !self.rebound.is_empty()
-    }
-
-    /// How many domains wait for an invalidation.
-    pub fn touched(&self) -> usize {
-        self.used
     }
 }
 

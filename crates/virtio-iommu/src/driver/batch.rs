@@ -4,7 +4,7 @@
 use ringfence_iommu::{Gather, GuestPhys, Map, Partial, Range, Result};
 
 use super::{ViommuDomain, domain::State, report::Sent, ring::Ring};
-use crate::wire::Request;
+use crate::wire::{MapRequest, Request, UnmapRequest};
 
 /// How many requests become visible together: those that share cache lines of the ring, and few
 /// enough that the device begins while the others are written.
@@ -17,14 +17,13 @@ impl ViommuDomain {
     /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
     pub(super) fn send_maps(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         self.each(maps, |state, ring, map| {
-            let (range, prot) = (map.range(), map.prot());
-            self.check_kind(range, prot)?;
+            let (domain, range, target, flags) = (self.id, map.range(), map.target(), map.prot());
+            self.check_kind(range, flags)?;
             state.check(map)?;
-            let request =
-                Request::Map { domain: self.id, range, phys: map.target().0, flags: prot };
+            let request = Request::Map(MapRequest { domain, range, phys: target.0, flags });
             let seq = ring.map_or(Some(0), |ring| ring.put(&request, Sent::Map));
             if let Some(seq) = seq {
-                state.shadow.insert(range, map.target(), prot, seq);
+                state.shadow.insert(range, target, flags, seq);
             }
             Ok(seq.is_some())
         })
@@ -40,7 +39,7 @@ impl ViommuDomain {
         self.each(ranges, |state, ring, &range| {
             state.geometry.check_unmap(range)?;
             if let Some(covered) = state.shadow.covered(range)? {
-                let unmap = Request::Unmap { domain: self.id, range: covered.hull };
+                let unmap = Request::Unmap(UnmapRequest { domain: self.id, range: covered.hull });
                 if ring.is_some_and(|ring| ring.put(&unmap, Sent::Unmap).is_none()) {
                     return Ok(false);
                 }
@@ -72,7 +71,7 @@ impl ViommuDomain {
                 }
                 return Ok(());
             }
-            let mut ring = self.driver.waiting.ring().map_err(|error| Partial { done, error })?;
+            let mut ring = self.driver.ring().map_err(|error| Partial { done, error })?;
             let until = items.len().min(done + AT_ONCE);
             while done < until {
                 match step(&mut state, Some(&mut ring), &items[done]) {
@@ -84,7 +83,7 @@ impl ViommuDomain {
                     Ok(false) => {
                         ring.publish();
                         // The device may have completed requests that no thread has reaped yet.
-                        let reaped = self.driver.waiting.reap(&mut ring);
+                        let reaped = self.driver.reap(&mut ring);
                         reaped.map_err(|error| Partial { done, error })?;
                         if ring.is_full() {
                             break;

@@ -4,22 +4,22 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use ringfence_iommu::{Error, Iova, Range, ReservedKind, ReservedRegion, Result};
-use ringfence_mem::Window;
+use ringfence_mem::{PAGE_SIZE, Window};
 use ringfence_virtq::driver::Queue;
 
 use super::{
     Histogram, HistogramSnapshot, Notify, Transport,
     report::{Reports, Sent},
+    retired::Retired,
     ring::{Ring, SLOT, probe_bytes, slots},
-    wait::Waiting,
 };
 use crate::wire::{Features, IommuConfig, Properties, Request, Status};
 
@@ -47,8 +47,8 @@ pub struct Buffers {
     pub addr: u64,
 }
 
-/// How a driver behaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How a driver behaves. Default: adaptive, no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DriverConfig {
     /// How threads wait for the device.
     pub notify: Notify,
@@ -57,17 +57,6 @@ pub struct DriverConfig {
     /// which may take as long as a disk that uses the memory: a limit is for transports that cannot
     /// detect whether the device is there.
     pub timeout: Option<Duration>,
-    /// The bytes of a page of this processor: a larger granule is refused (rule [L66]).
-    ///
-    /// [L66]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l66
-    pub cpu_page: u64,
-}
-
-impl Default for DriverConfig {
-    /// Adaptive, no limit, 4 KiB.
-    fn default() -> DriverConfig {
-        DriverConfig { notify: Notify::default(), timeout: None, cpu_page: 4096 }
-    }
 }
 
 /// The driver of one virtio-iommu.
@@ -76,8 +65,15 @@ impl Default for DriverConfig {
 /// nothing for [`DriverConfig::timeout`](DriverConfig#structfield.timeout), if there is one: from
 /// then on everything that needs the device fails with [`Error::Gone`].
 pub struct Driver {
-    transport: Arc<dyn Transport>,
-    pub(super) waiting: Waiting,
+    pub(super) transport: Arc<dyn Transport>,
+    pub(super) ring: Mutex<Ring>,
+    pub(super) retired: Retired,
+    /// Whether a thread waits for the device's notification.
+    pub(super) led: Mutex<bool>,
+    pub(super) changed: Condvar,
+    pub(super) failed: OnceLock<&'static str>,
+    pub(super) options: DriverConfig,
+    pub(super) kicks: AtomicU64,
     config: IommuConfig,
     features: Features,
     numbers: Mutex<Numbers>,
@@ -115,8 +111,10 @@ impl Driver {
     /// A driver for a device with `config` and the negotiated `features`, over its request queue.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]: the granule is larger than a page, a queue of one descriptor, or
-    /// `buffers` is too small or passes the end of the device's addresses.
+    /// [`Error::Unsupported`]: the granule is larger than a page (rule [L66]), a queue of one
+    /// descriptor, or `buffers` is too small or passes the end of the device's addresses.
+    ///
+    /// [L66]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l66
     pub fn new(
         transport: Arc<dyn Transport>,
         queue: Queue,
@@ -125,7 +123,7 @@ impl Driver {
         features: Features,
         options: DriverConfig,
     ) -> Result<Arc<Driver>> {
-        if config.page_sizes.granule() > options.cpu_page {
+        if config.page_sizes.granule() > PAGE_SIZE as u64 {
             return Err(Error::Unsupported("the granule is larger than a page"));
         }
         if slots(queue.size()) == 0 {
@@ -142,10 +140,17 @@ impl Driver {
             false => 0..=u32::MAX,
         };
         let limit = fresh.size_hint().0 as u64;
-        let ring = Ring::new(queue, buffers.window, buffers.addr);
+        let mut ring = Ring::new(queue, buffers.window, buffers.addr);
+        ring.queue().suppress_notifications();
         Ok(Arc::new(Driver {
             transport,
-            waiting: Waiting::new(ring, options.notify, options.timeout),
+            ring: Mutex::new(ring),
+            retired: Retired::default(),
+            led: Mutex::new(false),
+            changed: Condvar::new(),
+            failed: OnceLock::new(),
+            options,
+            kicks: AtomicU64::new(0),
             config,
             features,
             numbers: Mutex::new(Numbers { limit, fresh, returned: Vec::new() }),
@@ -168,9 +173,8 @@ impl Driver {
         let _one_at_a_time = self.probing.lock();
         let size = self.config.probe_size as usize;
         let seq = self.put(|ring| ring.submit_probe(endpoint, size))?;
-        let status = self.waiting.result(seq, &*self.transport)?;
-        refused("name the reserved regions of", status)?;
-        let bytes = self.waiting.ring()?.properties(size);
+        self.result("name the reserved regions of", seq)?;
+        let bytes = self.ring()?.properties(size);
         Ok(Properties::new(&bytes).collect())
     }
 
@@ -223,19 +227,19 @@ impl Driver {
 
     /// Why the driver gave up on the device, if it did.
     pub fn failed(&self) -> Option<Error> {
-        self.waiting.failed()
+        self.failed.get().map(|why| Error::Gone(why))
     }
 
     /// What was done so far.
     pub fn stats(&self) -> Stats {
-        let counts = self.waiting.ring_of_any().counts;
+        let counts = self.ring.lock().counts;
         Stats {
             maps: counts.maps,
             unmaps: counts.unmaps,
             others: counts.others,
             syncs: self.syncs.load(Ordering::Relaxed),
             ring_full: self.ring_full.load(Ordering::Relaxed),
-            kicks: self.waiting.kicks.load(Ordering::Relaxed),
+            kicks: self.kicks.load(Ordering::Relaxed),
             errors: counts.errors,
             sync_wait_ns: self.sync_wait_ns.snapshot(),
         }
@@ -244,19 +248,19 @@ impl Driver {
     /// Puts a request into the ring if there is room, without a kick (rule L64); its number.
     #[inline]
     pub(super) fn try_send(&self, request: &Request, sent: Sent) -> Result<Option<u64>> {
-        let mut ring = self.waiting.ring()?;
+        let mut ring = self.ring()?;
         if let Some(seq) = ring.submit(request, sent) {
             return Ok(Some(seq));
         }
         // The device may have completed requests that no thread has reaped yet.
-        self.waiting.reap(&mut ring)?;
+        self.reap(&mut ring)?;
         Ok(ring.submit(request, sent))
     }
 
     /// Waits until there is room in the ring.
     pub(super) fn make_room(&self) -> Result<()> {
         self.ring_full.fetch_add(1, Ordering::Relaxed);
-        self.waiting.drain(&*self.transport).map(|_| ())
+        self.drain()
     }
 
     /// As [`try_send`](Self::try_send), waiting for room.
@@ -266,7 +270,7 @@ impl Driver {
 
     fn put(&self, mut submit: impl FnMut(&mut Ring) -> Option<u64>) -> Result<u64> {
         loop {
-            if let Some(seq) = submit(&mut *self.waiting.ring()?) {
+            if let Some(seq) = submit(&mut *self.ring()?) {
                 return Ok(seq);
             }
             self.make_room()?;
@@ -281,44 +285,29 @@ impl Driver {
 
     /// Waits for the reply to the request `seq`, sent as [`Sent::Sync`].
     pub(super) fn result(&self, operation: &'static str, seq: u64) -> Result<()> {
-        refused(operation, self.waiting.result(seq, &*self.transport)?)
+        self.drain()?;
+        let status = self.ring()?.result(seq);
+        refused(operation, status.ok_or(Error::Gone("a reply was lost"))?)
     }
 
-    /// Kicks; returns the number of the last request in the ring, completed or not; 0 if there
-    /// never was one.
+    /// As [`begin`](Self::begin), for a sync point.
     pub(super) fn begin_sync(&self) -> Result<u64> {
         self.syncs.fetch_add(1, Ordering::Relaxed);
-        self.waiting.begin(&*self.transport)
+        self.begin()
     }
 
-    /// The number of the last request up to which all are completed; 0 if none is.
-    pub(super) fn retired(&self) -> u64 {
-        self.waiting.retired()
-    }
-
-    /// Whether all requests up to the number from [`begin_sync`](Self::begin_sync) are completed.
-    #[inline]
-    pub(super) fn poll(&self, seq: u64) -> Result<bool> {
-        self.waiting.poll(seq)
-    }
-
-    /// Waits until they are.
+    /// As [`wait_until`](Self::wait_until), for a sync point.
     pub(super) fn wait_for(&self, seq: u64) -> Result<()> {
         let start = Instant::now();
-        let result = self.waiting.wait_for(seq, &*self.transport);
+        let result = self.wait_until(seq);
         self.sync_wait_ns.record(start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX));
         result
     }
 
     /// The result of the IOTLB_FLUSH `seq`, which is completed; returned once.
     pub(super) fn flushed(&self, seq: u64) -> Result<()> {
-        let status = self.waiting.ring()?.result(seq);
+        let status = self.ring()?.result(seq);
         status.map_or(Ok(()), |status| refused("flush", status))
-    }
-
-    /// Kicks, and waits for everything that is in the ring now.
-    pub(super) fn drain(&self) -> Result<()> {
-        self.waiting.drain(&*self.transport).map(|_| ())
     }
 
     /// Reserves a domain number; failures of the domain go to `reports`.
@@ -328,13 +317,13 @@ impl Driver {
             let limit = numbers.limit;
             return Err(Error::Full { what: "domains", used: limit, limit });
         };
-        self.waiting.ring_of_any().register(id, Arc::clone(reports));
+        self.ring.lock().register(id, Arc::clone(reports));
         Ok(id)
     }
 
     /// Gives a domain number back. Nothing of the domain may be in the ring.
     pub(super) fn close(&self, id: u32) {
-        self.waiting.ring_of_any().unregister(id);
+        self.ring.lock().unregister(id);
         self.numbers.lock().returned.push(id);
     }
 
@@ -409,8 +398,8 @@ pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
 
 /// The error for a status of a request that is not about a range of its own.
 fn refused(operation: &'static str, status: u8) -> Result<()> {
-    match status == Status::Ok as u8 {
-        true => Ok(()),
-        false => Err(Error::Device { operation, range: Range::ALL, status }),
+    if status == Status::Ok as u8 {
+        return Ok(());
     }
+    Err(Error::Device { operation, range: Range::ALL, status })
 }

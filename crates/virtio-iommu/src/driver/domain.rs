@@ -20,7 +20,7 @@ use super::{
     report::{Failure, Failures, Reports, Sent},
     shadow::Shadow,
 };
-use crate::wire::{AttachFlags, Features, Request, Status};
+use crate::wire::{AttachFlags, Features, MapRequest, Request, Status, UnmapRequest};
 
 /// In a token: the number is that of an IOTLB_FLUSH. Request numbers never reach this bit.
 const FLUSH: u64 = 1 << 63;
@@ -218,7 +218,8 @@ impl ViommuDomain {
     fn replay(&self, state: &mut State) -> Result<()> {
         for (range, mapping) in state.shadow.iter() {
             let flags = mapping.prot;
-            let map = Request::Map { domain: self.id, range, phys: mapping.target.0, flags };
+            let map =
+                Request::Map(MapRequest { domain: self.id, range, phys: mapping.target.0, flags });
             self.driver.send(&map, Sent::Replay)?;
         }
         self.driver.drain()?;
@@ -324,15 +325,25 @@ impl ViommuDomain {
     }
 
     /// Puts an IOTLB_FLUSH behind all UNMAPs in the ring; its number, or `None` if no endpoint is
-    /// attached. Under the domain's lock, so that it does not come behind the last DETACH.
+    /// attached.
     fn send_flush(&self) -> Result<Option<u64>> {
+        self.send_while(&Request::IotlbFlush { domain: self.id }, |_| true)
+    }
+
+    /// Puts a request into the ring, whose reply is kept; its number, or `None` if no endpoint is
+    /// attached, or the state is not `wanted`. Under the domain's lock, so that it does not come behind
+    /// the last DETACH.
+    fn send_while(
+        &self,
+        request: &Request,
+        wanted: impl Fn(&State) -> bool,
+    ) -> Result<Option<u64>> {
         loop {
             let state = self.settled();
-            if !self.is_attached() {
+            if !self.is_attached() || !wanted(&state) {
                 return Ok(None);
             }
-            let flush = Request::IotlbFlush { domain: self.id };
-            if let Some(seq) = self.driver.try_send(&flush, Sent::Sync)? {
+            if let Some(seq) = self.driver.try_send(request, Sent::Sync)? {
                 return Ok(Some(seq));
             }
             drop(state);
@@ -347,19 +358,9 @@ impl ViommuDomain {
         let failed = self.settled().failed_unmaps.ranges();
         let mut done = Vec::new();
         for range in failed {
-            let unmap = Request::Unmap { domain: self.id, range };
-            let sent = loop {
-                let state = self.settled();
-                if !self.is_attached() || state.shadow.overlapping(range).is_some() {
-                    break None;
-                }
-                if let Some(seq) = self.driver.try_send(&unmap, Sent::Sync)? {
-                    break Some(seq);
-                }
-                drop(state);
-                self.driver.make_room()?;
-            };
-            if let Some(seq) = sent
+            let unmap = Request::Unmap(UnmapRequest { domain: self.id, range });
+            let is_free = |state: &State| state.shadow.overlapping(range).is_none();
+            if let Some(seq) = self.send_while(&unmap, is_free)?
                 && self.driver.result("unmap", seq).is_ok()
             {
                 done.push(range);

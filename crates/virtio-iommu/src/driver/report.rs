@@ -67,21 +67,16 @@ impl Reports {
 /// look for: it reports the failure and keeps it.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
-    list: Vec<Kept>,
-}
-
-#[derive(Debug)]
-struct Kept {
-    range: Range,
-    status: u8,
+    /// What each is about, and its status.
+    list: Vec<(Range, u8)>,
 }
 
 impl Failures {
     pub(super) fn add(&mut self, range: Range, status: u8) {
         if self.list.len() < KEPT {
-            self.list.push(Kept { range, status });
-        } else if let Some(held) = self.list.last_mut() {
-            held.range = held.range.hull(range);
+            self.list.push((range, status));
+        } else if let Some((held, _)) = self.list.last_mut() {
+            *held = held.hull(range);
         }
     }
 
@@ -99,7 +94,7 @@ impl Failures {
             return;
         }
         for &range in ranges {
-            for &Kept { range: held, status } in &self.list {
+            for &(held, status) in &self.list {
                 if held.overlaps(range) {
                     failed(held, Error::Device { operation, range: held, status });
                 }
@@ -117,13 +112,13 @@ impl Failures {
 
     /// The ranges of the failures.
     pub(super) fn ranges(&self) -> Vec<Range> {
-        self.list.iter().map(|held| held.range).collect()
+        self.list.iter().map(|&(held, _)| held).collect()
     }
 
     /// Removes the failures that lie in `range`.
     pub(super) fn forget(&mut self, range: Range) {
         if !self.list.is_empty() {
-            self.list.retain(|held| !range.covers(held.range));
+            self.list.retain(|&(held, _)| !range.covers(held));
         }
     }
 }

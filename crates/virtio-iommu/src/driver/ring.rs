@@ -11,7 +11,7 @@ use ringfence_virtq::{
 };
 
 use super::report::{Failure, Reports, Sent};
-use crate::wire::{MAX_REQUEST_LEN, Request, Status, TAIL_LEN};
+use crate::wire::{MAX_REQUEST_LEN, MapRequest, Request, Status, TAIL_LEN, UnmapRequest};
 
 /// The bytes of a slot: the longest request but PROBE, and a tail, in one cache line.
 pub(super) const SLOT: usize = 64;
@@ -143,11 +143,11 @@ impl Ring {
         bytes[TAIL_AT..SLOT].copy_from_slice(&UNWRITTEN);
         self.memory.write(at, &bytes[..SLOT]);
         let (domain, range) = match *request {
-            Request::Map { domain, range, .. } => {
+            Request::Map(MapRequest { domain, range, .. }) => {
                 self.counts.maps += 1;
                 (domain, range)
             }
-            Request::Unmap { domain, range } => {
+            Request::Unmap(UnmapRequest { domain, range }) => {
                 self.counts.unmaps += 1;
                 (domain, range)
             }

@@ -11,21 +11,18 @@
 
 use std::{
     hint,
-    sync::{
-        OnceLock,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::MutexGuard;
 use ringfence_iommu::{Error, Result};
 use ringfence_sync::{
     clock::MonotonicClock,
     wait::{Next, Wait},
 };
 
-use super::{Notify, Transport, retired::Retired, ring::Ring};
+use super::{Driver, Notify, ring::Ring};
 use crate::wire::REQUEST_QUEUE;
 
 /// Looks at the ring before the first at the clock, and between two for signs of life.
@@ -34,19 +31,6 @@ const LOOKS: u32 = 32;
 const LIFE_LOOK: Duration = Duration::from_millis(1);
 /// How often a sleeping thread looks whether the device still lives.
 const LIFE_SIGN: Duration = Duration::from_millis(100);
-
-/// The ring and the threads that wait for it.
-pub(super) struct Waiting {
-    ring: Mutex<Ring>,
-    retired: Retired,
-    /// Whether a thread waits for the device's notification.
-    led: Mutex<bool>,
-    changed: Condvar,
-    failed: OnceLock<&'static str>,
-    notify: Notify,
-    timeout: Option<Duration>,
-    pub(super) kicks: AtomicU64,
-}
 
 /// Distinguishes a hung device from a slow one by the time since `retired` moved. Only time in
 /// which this thread looked counts: while the whole machine was stopped, or this thread was not
@@ -77,21 +61,7 @@ impl Watchdog {
     }
 }
 
-impl Waiting {
-    pub(super) fn new(mut ring: Ring, notify: Notify, timeout: Option<Duration>) -> Waiting {
-        ring.queue().suppress_notifications();
-        Waiting {
-            ring: Mutex::new(ring),
-            retired: Retired::default(),
-            led: Mutex::new(false),
-            changed: Condvar::new(),
-            failed: OnceLock::new(),
-            notify,
-            timeout,
-            kicks: AtomicU64::new(0),
-        }
-    }
-
+impl Driver {
     /// The ring, locked.
     ///
     /// # Errors
@@ -100,15 +70,6 @@ impl Waiting {
     pub(super) fn ring(&self) -> Result<MutexGuard<'_, Ring>> {
         self.alive()?;
         Ok(self.ring.lock())
-    }
-
-    /// The ring, locked, whether the device lives or not.
-    pub(super) fn ring_of_any(&self) -> MutexGuard<'_, Ring> {
-        self.ring.lock()
-    }
-
-    pub(super) fn failed(&self) -> Option<Error> {
-        self.failed.get().map(|why| Error::Gone(why))
     }
 
     fn alive(&self) -> Result<()> {
@@ -138,7 +99,7 @@ impl Waiting {
         }
     }
 
-    /// The number of the last request up to which all are completed.
+    /// The number of the last request up to which all are completed; 0 if none is.
     pub(super) fn retired(&self) -> u64 {
         self.retired.get()
     }
@@ -147,25 +108,21 @@ impl Waiting {
         self.retired.get() >= seq
     }
 
-    /// Kicks the device if it wants that and waits for everything that is in the ring now. False
-    /// if there was nothing to wait for.
+    /// Kicks the device if it wants that and waits for everything that is in the ring now.
     ///
     /// # Errors
     /// [`Error::Gone`].
-    pub(super) fn drain(&self, transport: &dyn Transport) -> Result<bool> {
-        let target = self.begin(transport)?;
-        if self.is_retired(target) {
-            return Ok(false);
-        }
-        self.wait_for(target, transport)?;
-        Ok(true)
+    pub(super) fn drain(&self) -> Result<()> {
+        let target = self.begin()?;
+        self.wait_until(target)
     }
 
-    /// Kicks the device if it wants that and has something to do. The number of the last request.
+    /// Kicks the device if it wants that and has something to do. The number of the last request in
+    /// the ring, completed or not; 0 if there never was one.
     ///
     /// # Errors
     /// [`Error::Gone`].
-    pub(super) fn begin(&self, transport: &dyn Transport) -> Result<u64> {
+    pub(super) fn begin(&self) -> Result<u64> {
         let mut ring = self.ring()?;
         self.reap(&mut ring)?;
         let target = ring.issued;
@@ -176,7 +133,7 @@ impl Waiting {
         drop(ring);
         if kick {
             self.kicks.fetch_add(1, Ordering::Relaxed);
-            transport.kick(REQUEST_QUEUE);
+            self.transport.kick(REQUEST_QUEUE);
         }
         Ok(target)
     }
@@ -185,6 +142,7 @@ impl Waiting {
     ///
     /// # Errors
     /// [`Error::Gone`].
+    #[inline]
     pub(super) fn poll(&self, target: u64) -> Result<bool> {
         if self.is_retired(target) {
             return Ok(true);
@@ -201,9 +159,9 @@ impl Waiting {
     ///
     /// # Errors
     /// [`Error::Gone`].
-    pub(super) fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
+    pub(super) fn wait_until(&self, target: u64) -> Result<()> {
         let mut watchdog = Watchdog::new(self.retired.get());
-        let mut wait = Wait::new(self.notify);
+        let mut wait = Wait::new(self.options.notify);
         let mut looks = 0u32;
         loop {
             if self.is_retired(target) {
@@ -217,22 +175,22 @@ impl Waiting {
                 }
             }
             if looks.is_multiple_of(LOOKS) {
-                self.check_timeout(&mut watchdog, transport)?;
+                self.check_timeout(&mut watchdog)?;
             }
             looks = looks.wrapping_add(1);
-            if looks < LOOKS && self.notify != Notify::Sleep {
+            if looks < LOOKS && self.options.notify != Notify::Sleep {
                 hint::spin_loop();
             } else if wait.step(&MonotonicClock, || None) == Next::Sleep {
-                return self.sleep_for(target, transport, watchdog);
+                return self.sleep_for(target, watchdog);
             }
         }
     }
 
     /// # Errors
     /// [`Error::Gone`] if no request was completed for too long, or the transport is gone.
-    fn check_timeout(&self, watchdog: &mut Watchdog, transport: &dyn Transport) -> Result<()> {
+    fn check_timeout(&self, watchdog: &mut Watchdog) -> Result<()> {
         let waited = watchdog.look(self.retired.get());
-        if self.timeout.is_some_and(|limit| waited >= limit) {
+        if self.options.timeout.is_some_and(|limit| waited >= limit) {
             return Err(
                 self.fail("the device does not respond: no request completed within the time-out")
             );
@@ -242,18 +200,13 @@ impl Waiting {
         }
         // This may cost a system call: not at every look.
         watchdog.life_at = waited + LIFE_LOOK;
-        if !transport.is_alive() {
+        if !self.transport.is_alive() {
             return Err(self.fail("its end of the transport has gone"));
         }
         Ok(())
     }
 
-    fn sleep_for(
-        &self,
-        target: u64,
-        transport: &dyn Transport,
-        mut watchdog: Watchdog,
-    ) -> Result<()> {
+    fn sleep_for(&self, target: u64, mut watchdog: Watchdog) -> Result<()> {
         let mut led = self.led.lock();
         while *led {
             self.retired.follow(target, || {
@@ -268,14 +221,14 @@ impl Waiting {
         }
         *led = true;
         drop(led);
-        let result = self.lead(target, transport, &mut watchdog);
+        let result = self.lead(target, &mut watchdog);
         *self.led.lock() = false;
         self.changed.notify_all();
         result
     }
 
     /// Waits for notifications of the device, as the only thread that does.
-    fn lead(&self, target: u64, transport: &dyn Transport, watchdog: &mut Watchdog) -> Result<()> {
+    fn lead(&self, target: u64, watchdog: &mut Watchdog) -> Result<()> {
         loop {
             {
                 let mut ring = self.ring()?;
@@ -289,17 +242,10 @@ impl Waiting {
                     continue;
                 }
             }
-            self.check_timeout(watchdog, transport)?;
-            let left =
-                self.timeout.map_or(LIFE_SIGN, |limit| limit.saturating_sub(watchdog.waited));
-            transport.wait(REQUEST_QUEUE, left.min(LIFE_SIGN));
+            self.check_timeout(watchdog)?;
+            let limit = self.options.timeout;
+            let left = limit.map_or(LIFE_SIGN, |limit| limit.saturating_sub(watchdog.waited));
+            self.transport.wait(REQUEST_QUEUE, left.min(LIFE_SIGN));
         }
-    }
-
-    /// Waits for the request `seq`, sent as [`Sent::Sync`](super::report::Sent::Sync); its status.
-    pub(super) fn result(&self, seq: u64, transport: &dyn Transport) -> Result<u8> {
-        self.drain(transport)?;
-        let status = self.ring()?.result(seq);
-        status.ok_or(Error::Gone("a reply was lost"))
     }
 }

@@ -42,32 +42,13 @@ pub struct IommuConfig {
     pub bypass: bool,
 }
 
-/// Why configuration bytes make no sense.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConfigError {
-    /// No page size is set (rule [V2]).
-    ///
-    /// [V2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v2
-    #[error("page_size_mask is empty")]
-    NoPageSize,
-    /// The input range ends before it begins.
-    #[error("input_range ends at {end:#x}, before it begins at {start:#x}")]
-    InputRange {
-        /// Its first address.
-        start: u64,
-        /// Its last.
-        end: u64,
-    },
-    /// The domain range ends before it begins.
-    #[error("domain_range ends at {end}, before it begins at {start}")]
-    DomainRange {
-        /// Its first number.
-        start: u32,
-        /// Its last.
-        end: u32,
-    },
-}
+/// Why configuration bytes make no sense: no page size is set (rule [V2]), or a range ends before it
+/// begins.
+///
+/// [V2]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v2
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ConfigError(String);
 
 impl IommuConfig {
     /// Parses the configuration space. Bits 1 to 7 of `bypass` are ignored (rule [V32]).
@@ -78,19 +59,22 @@ impl IommuConfig {
     /// [V32]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v32
     pub fn parse(bytes: &[u8; CONFIG_LEN]) -> Result<IommuConfig, ConfigError> {
         let raw: RawConfig = zerocopy::transmute!(*bytes);
-        let page_sizes = PageSizes::new(raw.page_size_mask.get()).ok_or(ConfigError::NoPageSize)?;
+        let page_sizes = PageSizes::new(raw.page_size_mask.get());
+        let page_sizes = page_sizes.ok_or_else(|| ConfigError("page_size_mask is empty".into()))?;
         let (start, end) = (raw.input_start.get(), raw.input_end.get());
-        let input_range =
-            Range::new(Iova(start), Iova(end)).ok_or(ConfigError::InputRange { start, end })?;
-        let domain_range = (raw.domain_start.get(), raw.domain_end.get());
-        if domain_range.1 < domain_range.0 {
-            let (start, end) = domain_range;
-            return Err(ConfigError::DomainRange { start, end });
+        let input_range = Range::new(Iova(start), Iova(end)).ok_or_else(|| {
+            let ends = format!("input_range ends at {end:#x}, before it begins at {start:#x}");
+            ConfigError(ends)
+        })?;
+        let (start, end) = (raw.domain_start.get(), raw.domain_end.get());
+        if end < start {
+            let ends = format!("domain_range ends at {end}, before it begins at {start}");
+            return Err(ConfigError(ends));
         }
         Ok(IommuConfig {
             page_sizes,
             input_range,
-            domain_range,
+            domain_range: (start, end),
             probe_size: raw.probe_size.get(),
             bypass: raw.bypass & 1 != 0,
         })

@@ -16,10 +16,9 @@ pub use config::{CONFIG_LEN, ConfigError, IommuConfig};
 pub use fault::{FAULT_LEN, FaultRecord};
 pub use property::{Properties, write_properties};
 pub use request::{
-    AttachFlags, Kind, MAX_REQUEST_LEN, MapFlags, ParseError, Request, TAIL_LEN, emit_tail,
-    parse_tail,
+    AttachFlags, Kind, MAX_REQUEST_LEN, MapFlags, MapRequest, ParseError, Request, TAIL_LEN,
+    UnmapRequest, emit_tail, parse_tail,
 };
-pub(crate) use request::{Map, Unmap};
 
 /// The virtio device number of an IOMMU.
 pub const DEVICE_ID: u32 = 23;

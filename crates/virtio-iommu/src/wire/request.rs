@@ -88,62 +88,35 @@ raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParseError {
-    /// There are fewer bytes than the 4 of a head: how many.
-    #[error("a request of {0} bytes; its head has 4")]
-    NoHead(usize),
-    /// The type is unknown (rule [V8]).
+    /// There are fewer bytes than the 4 of a head, or the type is unknown (rule [V8]).
     ///
     /// [V8]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v8
-    #[error("request type {0:#x}; 1 to 5 and 0xf0 are known")]
-    UnknownType(u8),
+    #[error("no head of 4 bytes with a type from 1 to 5 or 0xf0")]
+    Unknown,
     /// The request is cut short.
-    #[error("{kind:?} of {len} bytes is cut short: it has {}", .kind.request_len())]
-    Short {
-        /// The kind that it claims.
-        kind: Kind,
-        /// How long it is.
-        len: usize,
-    },
-    /// A reserved field that must be zero is not (rules [V9], [V21]).
-    ///
-    /// [V9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v9
-    /// [V21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v21
-    #[error("reserved bytes of {0:?} are not zero")]
-    Reserved(Kind),
-    /// A flag that does not exist (rules [V9], [V17]).
+    #[error("{0:?} is cut short: it has {len} bytes", len = .0.request_len())]
+    Short(Kind),
+    /// What is invalid in it: a reserved field that is not zero (rules [V9], [V21]), a flag that does
+    /// not exist (rules [V9], [V17]), or a range that ends before it begins (rule [V38]).
     ///
     /// [V9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v9
     /// [V17]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v17
-    #[error("unknown flags {flags:#x} of {kind:?}")]
-    UnknownFlags {
-        /// The request.
-        kind: Kind,
-        /// All its flags.
-        flags: u32,
-    },
-    /// The range ends before it begins (rule [V38]).
-    ///
+    /// [V21]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v21
     /// [V38]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v38
-    #[error("{kind:?} ends at {end:#x}, before it begins at {start:#x}")]
-    EmptyRange {
-        /// The request.
-        kind: Kind,
-        /// Its first address.
-        start: u64,
-        /// Its last.
-        end: u64,
-    },
+    #[error("{0:?}: {1}")]
+    Invalid(Kind, &'static str),
 }
+
+const RESERVED: &str = "reserved bytes are not zero";
+const UNKNOWN_FLAGS: &str = "unknown flags";
+const EMPTY_RANGE: &str = "the range ends before it begins";
 
 impl ParseError {
     /// The kind of the request, if the bytes are enough to determine it.
     pub const fn kind(self) -> Option<Kind> {
         match self {
-            ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
-            ParseError::Reserved(kind)
-            | ParseError::Short { kind, .. }
-            | ParseError::UnknownFlags { kind, .. }
-            | ParseError::EmptyRange { kind, .. } => Some(kind),
+            ParseError::Unknown => None,
+            ParseError::Short(kind) | ParseError::Invalid(kind, _) => Some(kind),
         }
     }
 
@@ -153,7 +126,7 @@ impl ParseError {
     /// [V8]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v8
     pub const fn status(self) -> Option<Status> {
         match self {
-            ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
+            ParseError::Unknown => None,
             _ => Some(Status::Inval),
         }
     }
@@ -161,8 +134,8 @@ impl ParseError {
 
 #[inline(always)]
 fn range_of(kind: Kind, start: U64, end: U64) -> Result<Range, ParseError> {
-    let (start, end) = (start.get(), end.get());
-    Range::new(Iova(start), Iova(end)).ok_or(ParseError::EmptyRange { kind, start, end })
+    let range = Range::new(Iova(start.get()), Iova(end.get()));
+    range.ok_or(ParseError::Invalid(kind, EMPTY_RANGE))
 }
 
 /// A request, holding only what can be carried out or refused for what it *means*: an unknown flag
@@ -186,23 +159,9 @@ pub enum Request {
         endpoint: u32,
     },
     /// Map `range` of `domain` to `phys` and what follows it.
-    Map {
-        /// The domain.
-        domain: u32,
-        /// The addresses to map.
-        range: Range,
-        /// Where the first leads to: a guest-physical address.
-        phys: u64,
-        /// What is allowed.
-        flags: MapFlags,
-    },
+    Map(MapRequest),
     /// Remove all mappings of `domain` in `range`.
-    Unmap {
-        /// The domain.
-        domain: u32,
-        /// The addresses.
-        range: Range,
-    },
+    Unmap(UnmapRequest),
     /// Get the properties of `endpoint`.
     Probe {
         /// The endpoint.
@@ -229,25 +188,21 @@ impl Request {
     /// [V13]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v13
     /// [V24]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#v24
     pub fn parse(bytes: &[u8]) -> Result<Request, ParseError> {
-        let len = bytes.len();
-        if len < 4 {
-            return Err(ParseError::NoHead(len));
-        }
-        let kind = Kind::from_u8(bytes[0]).ok_or(ParseError::UnknownType(bytes[0]))?;
-        let short = ParseError::Short { kind, len };
+        let head = bytes.first_chunk::<4>().ok_or(ParseError::Unknown)?;
+        let kind = Kind::from_u8(head[0]).ok_or(ParseError::Unknown)?;
+        let (short, invalid) = (ParseError::Short(kind), |why| ParseError::Invalid(kind, why));
         let zero = |reserved: &[u8]| match reserved.iter().all(|&byte| byte == 0) {
             true => Ok(()),
-            false => Err(ParseError::Reserved(kind)),
+            false => Err(invalid(RESERVED)),
         };
         Ok(match kind {
-            Kind::Map => Map::parse(bytes).ok_or(short)??.into(),
-            Kind::Unmap => Unmap::parse(bytes).ok_or(short)??.into(),
+            Kind::Map => Request::Map(MapRequest::parse(bytes).ok_or(short)??),
+            Kind::Unmap => Request::Unmap(UnmapRequest::parse(bytes).ok_or(short)??),
             Kind::Attach => {
                 let (raw, _) = RawAttach::ref_from_prefix(bytes).map_err(|_| short)?;
                 zero(&raw.reserved)?;
                 let (domain, endpoint, flags) = (raw.domain, raw.endpoint, raw.flags.get());
-                let unknown = ParseError::UnknownFlags { kind, flags };
-                let flags = AttachFlags::from_bits(flags).ok_or(unknown)?;
+                let flags = AttachFlags::from_bits(flags).ok_or(invalid(UNKNOWN_FLAGS))?;
                 Request::Attach { domain: domain.get(), endpoint: endpoint.get(), flags }
             }
             Kind::Detach => {
@@ -271,8 +226,8 @@ impl Request {
         match self {
             Request::Attach { .. } => Kind::Attach,
             Request::Detach { .. } => Kind::Detach,
-            Request::Map { .. } => Kind::Map,
-            Request::Unmap { .. } => Kind::Unmap,
+            Request::Map(_) => Kind::Map,
+            Request::Unmap(_) => Kind::Unmap,
             Request::Probe { .. } => Kind::Probe,
             Request::IotlbFlush { .. } => Kind::IotlbFlush,
         }
@@ -301,7 +256,7 @@ impl Request {
                 let (domain, endpoint) = (domain.into(), endpoint.into());
                 put(out, &RawDetach { kind, head_reserved, domain, endpoint, reserved: [0; 8] })
             }
-            Request::Map { domain, range, phys, flags } => put(
+            Request::Map(MapRequest { domain, range, phys, flags }) => put(
                 out,
                 &RawMap {
                     kind,
@@ -313,7 +268,7 @@ impl Request {
                     flags: flags.bits().into(),
                 },
             ),
-            Request::Unmap { domain, range } => put(
+            Request::Unmap(UnmapRequest { domain, range }) => put(
                 out,
                 &RawUnmap {
                     kind,
@@ -336,70 +291,61 @@ impl Request {
     }
 }
 
-/// The fields of a MAP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Map {
-    pub(crate) domain: u32,
-    pub(crate) range: Range,
-    pub(crate) phys: u64,
-    pub(crate) flags: MapFlags,
+/// A MAP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MapRequest {
+    /// The domain.
+    pub domain: u32,
+    /// The addresses to map.
+    pub range: Range,
+    /// Where the first leads to: a guest-physical address.
+    pub phys: u64,
+    /// What is allowed.
+    pub flags: MapFlags,
 }
 
-impl Map {
+impl MapRequest {
     /// As [`Request::parse`] of what is a MAP; `None` if it is none, or cut short. Nearly all requests
     /// are one, or an UNMAP: what is parsed is used where it is, and not carried about as one of many
     /// kinds.
     #[inline(always)]
-    pub(crate) fn parse(bytes: &[u8]) -> Option<Result<Map, ParseError>> {
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Result<MapRequest, ParseError>> {
         let (raw, _) = RawMap::ref_from_prefix(bytes).ok()?;
         if raw.kind != Kind::Map as u8 {
             return None;
         }
-        let (kind, flags) = (Kind::Map, raw.flags.get());
-        let unknown = ParseError::UnknownFlags { kind, flags };
+        let unknown = ParseError::Invalid(Kind::Map, UNKNOWN_FLAGS);
         let map = |flags| {
-            let range = range_of(kind, raw.virt_start, raw.virt_end)?;
-            Ok(Map { domain: raw.domain.get(), range, phys: raw.phys_start.get(), flags })
+            let range = range_of(Kind::Map, raw.virt_start, raw.virt_end)?;
+            Ok(MapRequest { domain: raw.domain.get(), range, phys: raw.phys_start.get(), flags })
         };
-        Some(MapFlags::from_bits(flags).ok_or(unknown).and_then(map))
+        Some(MapFlags::from_bits(raw.flags.get()).ok_or(unknown).and_then(map))
     }
 }
 
-impl From<Map> for Request {
-    #[inline]
-    fn from(Map { domain, range, phys, flags }: Map) -> Request {
-        Request::Map { domain, range, phys, flags }
-    }
+/// An UNMAP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct UnmapRequest {
+    /// The domain.
+    pub domain: u32,
+    /// The addresses.
+    pub range: Range,
 }
 
-/// The fields of an UNMAP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Unmap {
-    pub(crate) domain: u32,
-    pub(crate) range: Range,
-}
-
-impl Unmap {
-    /// As [`Map::parse`], of an UNMAP.
+impl UnmapRequest {
+    /// As [`MapRequest::parse`], of an UNMAP.
     #[inline(always)]
-    pub(crate) fn parse(bytes: &[u8]) -> Option<Result<Unmap, ParseError>> {
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Result<UnmapRequest, ParseError>> {
         let (raw, _) = RawUnmap::ref_from_prefix(bytes).ok()?;
         let kind = Kind::Unmap;
         if raw.kind != kind as u8 {
             return None;
         }
         if raw.reserved != [0; 4] {
-            return Some(Err(ParseError::Reserved(kind)));
+            return Some(Err(ParseError::Invalid(kind, RESERVED)));
         }
         let range = range_of(kind, raw.virt_start, raw.virt_end);
-        Some(range.map(|range| Unmap { domain: raw.domain.get(), range }))
-    }
-}
-
-impl From<Unmap> for Request {
-    #[inline]
-    fn from(Unmap { domain, range }: Unmap) -> Request {
-        Request::Unmap { domain, range }
+        Some(range.map(|range| UnmapRequest { domain: raw.domain.get(), range }))
     }
 }
 
@@ -442,10 +388,11 @@ pub(crate) mod tests {
             (any::<u32>(), range(), any::<u64>(), 0u32..8).prop_map(
                 |(domain, range, phys, flags)| {
                     let flags = MapFlags::from_bits_truncate(flags);
-                    Request::Map { domain, range, phys, flags }
+                    Request::Map(MapRequest { domain, range, phys, flags })
                 }
             ),
-            (any::<u32>(), range()).prop_map(|(domain, range)| Request::Unmap { domain, range }),
+            (any::<u32>(), range())
+                .prop_map(|(domain, range)| Request::Unmap(UnmapRequest { domain, range })),
             any::<u32>().prop_map(|endpoint| Request::Probe { endpoint }),
             any::<u32>().prop_map(|domain| Request::IotlbFlush { domain }),
         ]
@@ -461,7 +408,7 @@ pub(crate) mod tests {
             prop_assert_eq!(Request::parse(&bytes[..len]), Ok(request));
             prop_assert_eq!(&bytes[1..4], &[0, 0, 0]);
             // One byte less is never the same request.
-            let short = ParseError::Short { kind: request.kind(), len: len - 1 };
+            let short = ParseError::Short(request.kind());
             prop_assert_eq!(Request::parse(&bytes[..len - 1]), Err(short));
         }
 
@@ -502,8 +449,8 @@ pub(crate) mod tests {
                 bits.copy_from_slice(&u32::from(flags).to_le_bytes());
             }
             let long = Request::parse(&bytes);
-            let map = Map::parse(&bytes).map(|map| map.map(Request::from));
-            let unmap = Unmap::parse(&bytes).map(|unmap| unmap.map(Request::from));
+            let map = MapRequest::parse(&bytes).map(|map| map.map(Request::Map));
+            let unmap = UnmapRequest::parse(&bytes).map(|unmap| unmap.map(Request::Unmap));
             let is = |of: Kind| kind == of as u8 && bytes.len() >= of.request_len();
             prop_assert_eq!(map, is(Kind::Map).then_some(long));
             prop_assert_eq!(unmap, is(Kind::Unmap).then_some(long));
@@ -522,7 +469,7 @@ pub(crate) mod tests {
         assert_eq!((len, &bytes[..8]), (20, &[0xf0, 0, 0, 0, 1, 2, 3, 4][..]));
         bytes[19] = 1;
         let refused = Request::parse(&bytes[..len]).unwrap_err();
-        assert_eq!(refused, ParseError::Reserved(Kind::IotlbFlush));
+        assert_eq!(refused, ParseError::Invalid(Kind::IotlbFlush, RESERVED));
         assert_eq!(refused.kind(), Some(Kind::IotlbFlush));
         assert!(!AttachFlags::BYPASS.intersects(AttachFlags::LAZY));
     }
@@ -552,11 +499,11 @@ pub(crate) mod tests {
         let mut bytes = [0; MAX_REQUEST_LEN];
         let range = Range::new(Iova(0x1000), Iova(0x1000)).unwrap();
         let flags = MapFlags::READ;
-        let len = Request::Map { domain: 1, range, phys: 0, flags }.emit(&mut bytes);
+        let len = Request::Map(MapRequest { domain: 1, range, phys: 0, flags }).emit(&mut bytes);
         bytes[16] = 0xff;
         bytes[17] = 0x0f;
         let err = Request::parse(&bytes[..len]).unwrap_err();
-        assert_eq!(err, ParseError::EmptyRange { kind: Kind::Map, start: 0x1000, end: 0xfff });
+        assert_eq!(err, ParseError::Invalid(Kind::Map, EMPTY_RANGE));
         assert_eq!(err.status(), Some(Status::Inval));
     }
 }

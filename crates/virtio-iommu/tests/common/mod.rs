@@ -17,8 +17,8 @@ use ringfence_iommu::{
 use ringfence_virtio_iommu::{
     device::{Backing, Binding, Device, DeviceConfig, EndpointInfo, Session},
     wire::{
-        AttachFlags, Features, IommuConfig, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN,
-        parse_tail,
+        AttachFlags, Features, IommuConfig, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status,
+        TAIL_LEN, UnmapRequest, parse_tail,
     },
 };
 
@@ -27,7 +27,7 @@ pub(crate) type Soft = SoftDomain<GuestPhys>;
 /// Endpoints 1, 2 and 3 without, endpoint 8 with reserved regions.
 pub(crate) struct Endpoints {
     pub(crate) shootdown: Arc<Shootdown>,
-    pub(crate) bindings: Mutex<HashMap<u32, Binding<Soft>>>,
+    pub(crate) bindings: Mutex<HashMap<u32, Binding<Arc<Soft>>>>,
     pub(crate) geometry: Geometry,
     pub(crate) limits: Limits,
     /// Why endpoints can go nowhere but where they are blocked.
@@ -93,7 +93,7 @@ impl Backing for Endpoints {
     fn create_domain(&self) -> Result<Arc<Soft>> {
         Ok(SoftDomain::new(self.geometry.clone(), self.limits, Arc::clone(&self.shootdown)))
     }
-    fn set_domain(&self, endpoint: u32, to: Binding<Soft>) -> Result<()> {
+    fn set_domain(&self, endpoint: u32, to: Binding<Arc<Soft>>) -> Result<()> {
         if let Some(error) = *self.refusal.lock()
             && !matches!(to, Binding::Blocked)
         {
@@ -176,11 +176,11 @@ impl Bench {
 
     pub(crate) fn map(&mut self, domain: u32, range: Range, phys: u64) -> Status {
         let flags = MapFlags::READ | MapFlags::WRITE;
-        self.send(Request::Map { domain, range, phys, flags })
+        self.send(Request::Map(MapRequest { domain, range, phys, flags }))
     }
 
     pub(crate) fn unmap(&mut self, domain: u32, range: Range) -> Status {
-        self.send(Request::Unmap { domain, range })
+        self.send(Request::Unmap(UnmapRequest { domain, range }))
     }
 
     pub(crate) fn reads(&self, endpoint: u32, iova: u64) -> Option<u64> {

@@ -18,7 +18,10 @@ use ringfence_virtio_iommu::{
         Backing, Binding, Device, DeviceConfig, EndpointInfo, HostRegion, Joint, Mirror, Outside,
         Session,
     },
-    wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, parse_tail},
+    wire::{
+        AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status, TAIL_LEN,
+        UnmapRequest, parse_tail,
+    },
 };
 
 type Soft = SoftDomain<GuestPhys>;
@@ -98,7 +101,7 @@ fn mappings(domain: &impl Domain) -> Vec<Mapping> {
 /// Endpoints 1 and 2 in this process, 11 and 12 behind an IOMMU; 12 cannot bypass.
 struct Endpoints {
     shootdown: Arc<Shootdown>,
-    near: Mutex<BTreeMap<u32, Binding<Joint<Soft>>>>,
+    near: Mutex<BTreeMap<u32, Binding<Arc<Joint<Soft>>>>>,
     far: BTreeMap<u32, Far>,
 }
 
@@ -115,7 +118,7 @@ impl Backing for Endpoints {
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         Ok(Joint::new(SoftDomain::new(geometry, Limits::NONE, Arc::clone(&self.shootdown))))
     }
-    fn set_domain(&self, endpoint: u32, to: Binding<Joint<Soft>>) -> Result<()> {
+    fn set_domain(&self, endpoint: u32, to: Binding<Arc<Joint<Soft>>>) -> Result<()> {
         match self.far.get(&endpoint) {
             Some(far) => far.outside.bind(to),
             None => {
@@ -177,11 +180,11 @@ impl Rig {
 
     fn map(&mut self, domain: u32, range: Range, phys: u64) -> Status {
         let flags = MapFlags::READ | MapFlags::WRITE;
-        self.send(Request::Map { domain, range, phys, flags })
+        self.send(Request::Map(MapRequest { domain, range, phys, flags }))
     }
 
     fn unmap(&mut self, domain: u32, range: Range) -> Status {
-        self.send(Request::Unmap { domain, range })
+        self.send(Request::Unmap(UnmapRequest { domain, range }))
     }
 
     fn far(&self, endpoint: u32) -> &Far {
@@ -197,7 +200,7 @@ impl Rig {
         self.endpoints.far.values().map(|far| far.outside.mirror().failures()).sum()
     }
 
-    fn bindings(&self) -> Vec<Binding<Joint<Soft>>> {
+    fn bindings(&self) -> Vec<Binding<Arc<Joint<Soft>>>> {
         let near = self.endpoints.near.lock().values().cloned().collect::<Vec<_>>();
         let far = self.endpoints.far.values().map(|far| far.outside.binding());
         near.into_iter().chain(far).collect()
@@ -504,10 +507,11 @@ fn step() -> impl Strategy<Value = Request> {
         8 => (domain.clone(), pages.clone(), prop_oneof![0xf0u64..0x104, 0x1f0u64..0x202]).prop_map(
             |(domain, range, phys)| {
                 let flags = MapFlags::READ | MapFlags::WRITE;
-                Request::Map { domain, range, phys: phys << 12, flags }
+                Request::Map(MapRequest { domain, range, phys: phys << 12, flags })
             }
         ),
-        4 => (domain, pages).prop_map(|(domain, range)| Request::Unmap { domain, range }),
+        4 => (domain, pages)
+            .prop_map(|(domain, range)| Request::Unmap(UnmapRequest { domain, range })),
     ]
 }
 

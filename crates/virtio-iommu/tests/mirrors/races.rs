@@ -129,7 +129,8 @@ fn joined_during(before: bool, call: impl FnOnce(&Joint<Hooked>)) -> Vec<u64> {
     *hooked.hook.lock() = Some(Box::new(move || joining.bind(Binding::Domain(to)).unwrap()));
     call(&joint);
     assert!(hooked.hook.lock().is_none());
-    assert_eq!((joint.mirrors(), outside.mirror().failures()), (1, 0));
+    assert!(matches!(outside.binding(), Binding::Domain(_)));
+    assert_eq!(outside.mirror().failures(), 0);
     mappings(&*domain).iter().map(|mapping| mapping.range.first().0 >> 12).collect()
 }
 

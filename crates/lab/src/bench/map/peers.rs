@@ -9,7 +9,8 @@ use anyhow::{Result, anyhow};
 use ringfence_iommu::{PageSizes, Range};
 use ringfence_mem::Physical;
 use ringfence_virtio_iommu::wire::{
-    Features, IommuConfig, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, emit_tail,
+    Features, IommuConfig, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status, TAIL_LEN,
+    UnmapRequest, emit_tail,
 };
 use ringfence_virtq::{Chain, device::Queue};
 
@@ -39,7 +40,7 @@ impl State {
                 self.domains.write().expect(WHOLE).entry(domain).or_default();
                 Status::Ok
             }
-            Request::Map { domain, range, phys, flags } => {
+            Request::Map(MapRequest { domain, range, phys, flags }) => {
                 if !range.is_aligned(granule) || phys & (granule - 1) != 0 {
                     return Status::Range;
                 }
@@ -53,7 +54,7 @@ impl State {
                 mappings.insert(first, (last, phys, flags));
                 Status::Ok
             }
-            Request::Unmap { domain, range } => {
+            Request::Unmap(UnmapRequest { domain, range }) => {
                 let mut domains = self.domains.write().expect(WHOLE);
                 let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
                 unmap(mappings, range, self.scan)

@@ -102,11 +102,8 @@ impl<S: Server> Rig<S> {
         queue.suppress_kicks();
         let window = window(requests, Driver::buffer_bytes(size, &config))?;
         let buffers = Buffers { window, addr: requests as u64 };
-        let options = driver::DriverConfig {
-            notify: Notify::Poll,
-            timeout: Some(Duration::from_secs(60)),
-            ..driver::DriverConfig::default()
-        };
+        let timeout = Some(Duration::from_secs(60));
+        let options = driver::DriverConfig { notify: Notify::Poll, timeout };
         let alive = Arc::new(());
         let transport = Arc::new(Polled(Arc::downgrade(&alive)));
         let driver = Driver::new(transport, front, buffers, config, features, options)?;

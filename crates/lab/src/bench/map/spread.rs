@@ -7,7 +7,7 @@ use ringfence_iommu::{Iova, Range};
 use ringfence_iotlb::Binding;
 use ringfence_virtio_iommu::{
     device::Session,
-    wire::{AttachFlags, MapFlags, Request},
+    wire::{AttachFlags, MapFlags, MapRequest, Request},
 };
 
 use super::{load::target, ours::Machine, params::Spread};
@@ -45,7 +45,7 @@ pub(super) fn measure(spread: Spread, live: usize, into: &mut Row) -> Result<()>
     for &n in &pages {
         let range = Range::from_len(Iova(n << 12), 4096).context("a page of 48 bits")?;
         let flags = MapFlags::READ | MapFlags::WRITE;
-        let map = Request::Map { domain, range, phys: target(n).0, flags };
+        let map = Request::Map(MapRequest { domain, range, phys: target(n).0, flags });
         machine.send(&mut session, &map)?;
     }
     let map_ns = begun.elapsed().as_nanos() as f64 / pages.len() as f64;

@@ -35,7 +35,7 @@ use super::{
     crash::{self, Died},
     *,
 };
-use crate::wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Status, TAIL_LEN};
+use crate::wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, MapRequest, Status, TAIL_LEN};
 
 const BASE: u64 = 0x10_0000;
 const SIZE: u16 = 8;
@@ -291,7 +291,8 @@ proptest! {
             let kept = bench.device.kept.get().unwrap();
             for n in 0..6_u64 {
                 let at = range(n << 12, (n << 12) + 0xfff);
-                let map = Request::Map { domain: 1, range: at, phys: 0, flags: MapFlags::READ };
+                let flags = MapFlags::READ;
+                let map = Request::Map(MapRequest { domain: 1, range: at, phys: 0, flags });
                 let mut bytes = [0; MAX_REQUEST_LEN];
                 let len = map.emit(&mut bytes);
                 let ok = Completion::Status(Status::Ok);
@@ -450,11 +451,13 @@ fn how_long_it_takes() {
         n = n.wrapping_add(1);
     };
     record(&mut bench, Request::Attach { domain: 1, endpoint: 1, flags: AttachFlags::empty() });
-    let map = |n: u64| Request::Map {
-        domain: 1,
-        range: range(n << 12, (n << 12) + 0xfff),
-        phys: n << 13,
-        flags: MapFlags::READ,
+    let map = |n: u64| {
+        Request::Map(MapRequest {
+            domain: 1,
+            range: range(n << 12, (n << 12) + 0xfff),
+            phys: n << 13,
+            flags: MapFlags::READ,
+        })
     };
     let begun = Instant::now();
     (0..MAPPINGS).for_each(|n| record(&mut bench, map(n)));

@@ -5,7 +5,10 @@ use std::fmt::Display;
 use ringfence_iommu::{Iova, Range};
 
 use super::{Bench, Stop, applies, mismatch, not_applicable};
-use crate::wire::{AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN};
+use crate::wire::{
+    AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status, TAIL_LEN,
+    UnmapRequest,
+};
 
 /// The value of the bytes of a reply that the device has not written.
 pub(in crate::kit) const UNWRITTEN: u8 = 0xee;
@@ -216,11 +219,11 @@ pub(in crate::kit) fn attach(domain: u32, endpoint: u32) -> Request {
 
 pub(in crate::kit) fn map(domain: u32, at: (u64, u64), phys: u64) -> Request {
     let flags = MapFlags::READ | MapFlags::WRITE;
-    Request::Map { domain, range: range(at), phys, flags }
+    Request::Map(MapRequest { domain, range: range(at), phys, flags })
 }
 
 pub(in crate::kit) fn unmap(domain: u32, at: (u64, u64)) -> Request {
-    Request::Unmap { domain, range: range(at) }
+    Request::Unmap(UnmapRequest { domain, range: range(at) })
 }
 
 /// A request, in a few words.
@@ -231,13 +234,13 @@ pub(in crate::kit) fn describe(request: &Request) -> String {
             format!("ATTACH {endpoint} to {domain}{bypass}")
         }
         Request::Detach { domain, endpoint } => format!("DETACH {endpoint} from {domain}"),
-        Request::Map { domain, range, phys, flags } => {
+        Request::Map(MapRequest { domain, range, phys, flags }) => {
             let (first, last) = (range.first().0, range.last().0);
             let flags: Vec<&str> = flags.iter_names().map(|(name, _)| name).collect();
             let flags = flags.join("|");
             format!("MAP {first:#x}-{last:#x} of {domain} to {phys:#x} {flags}")
         }
-        Request::Unmap { domain, range } => {
+        Request::Unmap(UnmapRequest { domain, range }) => {
             format!("UNMAP {:#x}-{:#x} of {domain}", range.first().0, range.last().0)
         }
         Request::Probe { endpoint } => format!("PROBE {endpoint}"),

@@ -4,7 +4,7 @@ use ringfence_iommu::{Iova, Range};
 
 use crate::{
     kit::bench::{Bench, Reached, Stop, Verdict, applies, map},
-    wire::{Features, MapFlags, Request, Status},
+    wire::{Features, MapFlags, MapRequest, Request, Status},
 };
 
 checks! {
@@ -217,7 +217,7 @@ fn map_with(bench: &mut Bench<'_>, at: (u64, u64), flags: MapFlags) -> Result<u3
     let (domain, endpoint) = bench.attached(0, 0)?;
     let range = Range::new(Iova(at.0), Iova(at.1)).expect("pages begin before they end");
     let phys = bench.phys(9);
-    bench.request(Request::Map { domain, range, phys, flags })?.given()?;
+    bench.request(Request::Map(MapRequest { domain, range, phys, flags }))?.given()?;
     Ok(endpoint)
 }
 
