@@ -18,7 +18,7 @@ use libfuzzer_sys::fuzz_target;
 use ringfence_mem::{Access, GuestRam, Memory};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::{
-    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, ProtocolFeatures,
+    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, Offer, ProtocolFeatures,
     RingAddresses, RingSetup, Server,
 };
 
@@ -30,14 +30,8 @@ struct Device {
 }
 
 impl Handler for Device {
-    fn features(&self) -> u64 {
-        F_ACCESS_PLATFORM | 1 << 32
-    }
-    fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::KNOWN
-    }
-    fn queues(&self) -> u16 {
-        1
+    fn offer(&self) -> Offer {
+        Offer { protocol: ProtocolFeatures::KNOWN, ..Offer::new(F_ACCESS_PLATFORM | 1 << 32, 1) }
     }
     fn set_features(&mut self, _: u64) -> Result<(), HandlerError> {
         Ok(())

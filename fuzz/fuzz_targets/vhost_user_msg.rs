@@ -23,7 +23,7 @@ use libfuzzer_sys::fuzz_target;
 use ringfence_mem::{DirtyLog, GuestRam, Memory};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::{
-    F_ACCESS_PLATFORM, Handler, HandlerError, InflightError, InflightRegion, Iotlb,
+    F_ACCESS_PLATFORM, Handler, HandlerError, InflightError, InflightRegion, Iotlb, Offer,
     ProtocolFeatures, RingAddresses, RingSetup, SavedConnection, Server,
 };
 use rustix::{
@@ -43,17 +43,12 @@ struct Device {
 }
 
 impl Handler for Device {
-    fn features(&self) -> u64 {
-        F_ACCESS_PLATFORM | 1 << 32 | 1 << 34
-    }
-    fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::KNOWN
-    }
-    fn queues(&self) -> u16 {
-        QUEUES as u16
+    fn offer(&self) -> Offer {
+        let features = F_ACCESS_PLATFORM | 1 << 32 | 1 << 34;
+        Offer { protocol: ProtocolFeatures::KNOWN, ..Offer::new(features, QUEUES as u16) }
     }
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
-        assert_eq!(features & !self.features(), 0);
+        assert_eq!(features & !self.offer().features, 0);
         self.features = features;
         Ok(())
     }

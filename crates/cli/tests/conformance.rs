@@ -25,7 +25,7 @@ use ringfence_run::{
     PeerFd,
     worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup, Server};
+use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, Offer, RingSetup, Server};
 use ringfence_virtio_iommu::device::DeviceConfig;
 use serde_json::Value;
 
@@ -90,14 +90,8 @@ struct Wrong {
 }
 
 impl Handler for Wrong {
-    fn features(&self) -> u64 {
-        self.inner.features()
-    }
-    fn queues(&self) -> u16 {
-        self.inner.queues()
-    }
-    fn max_ring_size(&self) -> u16 {
-        self.inner.max_ring_size()
+    fn offer(&self) -> Offer {
+        self.inner.offer()
     }
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         self.inner.set_features(features)

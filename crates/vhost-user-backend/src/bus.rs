@@ -16,6 +16,16 @@ pub enum Bus {
     Physical(Physical),
 }
 
+/// The same call of either bus.
+macro_rules! each {
+    ($bus:expr, $either:ident => $call:expr) => {
+        match $bus {
+            Bus::Iommu($either) => $call,
+            Bus::Physical($either) => $call,
+        }
+    };
+}
+
 impl Bus {
     fn view(&self) -> Option<&View> {
         match self {
@@ -60,10 +70,7 @@ impl Bus {
 
     /// The memory behind it.
     pub fn memory(&self) -> &Arc<Memory> {
-        match self {
-            Bus::Iommu(view) => view.memory(),
-            Bus::Physical(physical) => physical.memory(),
-        }
+        each!(self, bus => bus.memory())
     }
 
     /// Runs `job` without reporting its faults; see [`View::silently`].
@@ -124,19 +131,13 @@ impl Bus {
 
     /// Replaces the memory.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
-        match self {
-            Bus::Iommu(view) => view.set_memory(memory),
-            Bus::Physical(physical) => physical.set_memory(memory),
-        }
+        each!(self, bus => bus.set_memory(memory));
     }
 
     /// Sets where pages that are written are marked; `None`: nowhere. See
     /// [`mark`](Translate::mark).
     pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
-        match self {
-            Bus::Iommu(view) => view.set_log(log),
-            Bus::Physical(physical) => physical.set_log(log),
-        }
+        each!(self, bus => bus.set_log(log));
     }
 }
 
@@ -146,41 +147,26 @@ impl Translate for Bus {
     where
         F: FnMut(HostSlice<'_>),
     {
-        match self {
-            Bus::Iommu(view) => view.slices(addr, len, access, each),
-            Bus::Physical(physical) => physical.slices(addr, len, access, each),
-        }
+        each!(self, bus => bus.slices(addr, len, access, each))
     }
 
     #[inline]
     fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
-        match self {
-            Bus::Iommu(view) => view.piece(addr, len, access),
-            Bus::Physical(physical) => physical.piece(addr, len, access),
-        }
+        each!(self, bus => bus.piece(addr, len, access))
     }
 
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
-        match self {
-            Bus::Iommu(view) => view.window(addr, len, access),
-            Bus::Physical(physical) => physical.window(addr, len, access),
-        }
+        each!(self, bus => bus.window(addr, len, access))
     }
 
     #[inline]
     fn mark(&self, piece: HostSlice<'_>) {
-        match self {
-            Bus::Iommu(view) => view.mark(piece),
-            Bus::Physical(physical) => physical.mark(piece),
-        }
+        each!(self, bus => bus.mark(piece));
     }
 
     #[inline]
     fn is_logged(&self) -> bool {
-        match self {
-            Bus::Iommu(view) => view.is_logged(),
-            Bus::Physical(physical) => physical.is_logged(),
-        }
+        each!(self, bus => bus.is_logged())
     }
 
     fn check(&self) -> Result<(), AccessError> {

@@ -14,16 +14,15 @@ use ringfence_iommu::shootdown::Lease;
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, HostSlice, Memory, Translate};
 use ringfence_run::{
-    event::{Bells, Doorbell},
+    event::Doorbell,
     worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Server, Shutdown};
+use ringfence_vhost_user::{HandlerError, Offer, ProtocolFeatures, Server, Shutdown};
 use ringfence_virtq::{Chain, Desc};
 
 use crate::{
-    Addresses, Backend, Bus, Connection, IotlbTally, RawDevice, RingLog, RingStart, Shares,
-    read_config,
-    requests::{Missing, Next, RequestFigures, RequestRings, RequestUnit, Serve, Slot},
+    Addresses, Backend, Bus, Common, RawDevice, RingLog, RingStart, read_config,
+    requests::{Job, Missing, Next, RequestFigures, RequestRings, RequestUnit, Serve, Slot},
 };
 
 /// A device that receives requests, one after the other, and completes them at any time, in any
@@ -261,7 +260,7 @@ impl<D: Device> Serve for DeviceQueue<D> {
         self.bytes
     }
 
-    fn advance(&mut self, at: u16, request: &mut Kept, chain: &Chain, bus: &Bus, _: u64) -> Next {
+    fn advance(&mut self, request: &mut Kept, Job { at, chain, bus, .. }: Job<'_>) -> Next {
         if let Kept::Done { ok, written } = *request {
             return Next::Done { ok, used: written };
         }
@@ -346,7 +345,6 @@ impl<D: Device> Serve for DeviceQueue<D> {
 /// A [`Device`] as a [`RawDevice`], for one connection.
 pub struct Requests<D: Device> {
     device: Arc<Mutex<D>>,
-    name: Arc<str>,
     rings: RequestRings<DeviceQueue<D>>,
     figures: Arc<RequestFigures<DeviceQueue<D>>>,
 }
@@ -365,10 +363,10 @@ impl<D: Device> Requests<D> {
         workers: Arc<[Worker]>,
         unit: u32,
     ) -> Backend<Requests<D>> {
-        let (name, figures) = (Arc::from(name), Arc::new(RequestFigures::new(device.queues())));
-        let rings = RequestRings::new(Arc::clone(&name), workers, unit, Arc::clone(&figures));
+        let figures = Arc::new(RequestFigures::new(device.queues()));
+        let rings = RequestRings::new(Arc::from(name), workers, unit, Arc::clone(&figures));
         let device = Arc::new(Mutex::new(device));
-        Backend::new(Requests { device, name, rings, figures }, addresses)
+        Backend::new(Requests { device, rings, figures }, addresses)
     }
 
     /// The device's figures.
@@ -380,48 +378,20 @@ impl<D: Device> Requests<D> {
 impl<D: Device> RawDevice for Requests<D> {
     type Rings = RequestUnit<DeviceQueue<D>>;
 
-    fn name(&self) -> Arc<str> {
-        Arc::clone(&self.name)
+    fn common(&self) -> Common<'_, Self::Rings> {
+        self.rings.common()
     }
 
-    fn shares(&self) -> &Shares<RequestUnit<DeviceQueue<D>>> {
-        self.rings.shares()
-    }
-
-    fn part(&self) {}
-
-    fn tally(&self) -> &IotlbTally {
-        &self.figures.iotlb
-    }
-
-    fn features(&self) -> u64 {
-        self.device.lock().features()
-    }
-
-    fn protocol_features(&self) -> ProtocolFeatures {
+    fn offer(&self) -> Offer {
+        let device = self.device.lock();
+        let mut protocol = ProtocolFeatures::INFLIGHT_SHMFD;
         // QEMU warns about a configuration space that it does not use.
-        let config = match self.device.lock().config().is_empty() {
-            true => ProtocolFeatures::empty(),
-            false => ProtocolFeatures::CONFIG,
-        };
-        config | ProtocolFeatures::INFLIGHT_SHMFD
+        protocol.set(ProtocolFeatures::CONFIG, !device.config().is_empty());
+        let offer = Offer::new(device.features(), device.queues());
+        Offer { protocol, max_ring_size: RING_SIZE, ..offer }
     }
 
-    fn queues(&self) -> u16 {
-        self.device.lock().queues()
-    }
-
-    fn max_ring_size(&self) -> u16 {
-        RING_SIZE
-    }
-
-    fn start(
-        &mut self,
-        ring: u16,
-        start: RingStart,
-        on: Connection<'_>,
-        _: bool,
-    ) -> Result<(), HandlerError> {
+    fn start(&mut self, ring: u16, start: RingStart) -> Result<(), HandlerError> {
         let device = Arc::clone(&self.device);
         let most_bytes = device.lock().most_bytes();
         let serve = DeviceQueue {
@@ -434,7 +404,7 @@ impl<D: Device> RawDevice for Requests<D> {
             in_device: 0,
             bytes: 0,
         };
-        self.rings.start(ring, start, on, |_| Ok(serve))
+        self.rings.start(ring, start, |_| Ok(serve))
     }
 
     /// Waits for the device's requests as long as the front end is there: its memory is the
@@ -462,10 +432,6 @@ impl<D: Device> RawDevice for Requests<D> {
     ) -> Result<(), HandlerError> {
         self.rings.set_inflight(Some(inflight));
         Ok(())
-    }
-
-    fn bells(&self) -> Option<&Bells> {
-        Some(self.rings.bells())
     }
 }
 

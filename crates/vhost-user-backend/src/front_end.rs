@@ -1,14 +1,15 @@
 //! A back end's state from its front end's messages: the same for every device.
 
-use std::{collections::HashMap, fmt, sync::Arc};
+use std::{collections::HashMap, sync::Arc};
 
+use ringfence_iotlb::Endpoint;
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_run::{
     PeerFd,
     notifier::{Notifier, NotifierError},
     worker::Kick,
 };
-use ringfence_vhost_user::{HandlerError, RingSetup};
+use ringfence_vhost_user::{HandlerError, RingSetup, Shutdown};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, device};
 
 use crate::RingLog;
@@ -26,10 +27,7 @@ pub struct FrontEnd {
 
 /// Which warnings a connection has caused: a front end may repeat the cause as often as it likes.
 #[derive(Default)]
-struct Warned {
-    unsealed: bool,
-    unmapped: bool,
-}
+struct Warned([bool; 2]);
 
 /// The descriptors of a ring: for kicks, for interrupts, and for signalling a failure to the front
 /// end.
@@ -44,9 +42,18 @@ pub struct Events {
     pub err: Option<Arc<Notifier>>,
 }
 
-/// What a ring of any device starts with.
+/// What a ring of any device starts with, and how it reaches memory.
 #[non_exhaustive]
 pub struct RingStart {
+    /// The memory.
+    pub memory: Arc<Memory>,
+    /// What translates addresses; `None`: they are guest-physical, and the ring's are the front end's
+    /// own.
+    pub endpoint: Option<Arc<Endpoint>>,
+    /// The features that were negotiated.
+    pub features: u64,
+    /// The front end's connection, once it is served.
+    pub shutdown: Option<Shutdown>,
     /// Its addresses, and where it goes on.
     pub config: device::RingConfig,
     /// Its descriptors.
@@ -58,6 +65,8 @@ pub struct RingStart {
     /// It goes on at the used index, where a dead process has left it; the configuration's base is
     /// meaningless.
     pub at_used: bool,
+    /// Whether it goes on from another process.
+    pub resumed: bool,
 }
 
 impl FrontEnd {
@@ -77,14 +86,6 @@ impl FrontEnd {
         (before ^ features) & F_ACCESS_PLATFORM != 0
     }
 
-    /// The current memory.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn memory(&self) -> Result<Arc<Memory>, HandlerError> {
-        self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))
-    }
-
     /// Sets new memory; the workers are to be updated afterwards. Warnings about the memory name
     /// the device `name`.
     pub fn set_memory(&mut self, name: &str, memory: &Arc<Memory>) {
@@ -92,9 +93,14 @@ impl FrontEnd {
         self.memory = Some(Arc::clone(memory));
     }
 
-    /// What `ring` starts with.
-    pub fn start(&self, ring: u16, setup: RingSetup) -> RingStart {
-        let RingSetup { size, addresses, base, kick, enabled, resumed: _ } = setup;
+    /// What `ring` starts with, without an endpoint and a connection: these are the caller's to set.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub fn start(&self, ring: u16, setup: RingSetup) -> Result<RingStart, HandlerError> {
+        let RingSetup { size, addresses, base, kick, enabled, resumed } = setup;
+        let memory = self.memory.clone();
+        let memory = memory.ok_or_else(|| HandlerError::new("there is no memory"))?;
         let config = device::RingConfig {
             size,
             desc: addresses.desc,
@@ -108,9 +114,19 @@ impl FrontEnd {
         let kick = Some(kick.map_or_else(Kick::none, Kick::from));
         let (call, err) = (self.calls.get(&ring).cloned(), self.errs.get(&ring).cloned());
         let translated = self.has(F_ACCESS_PLATFORM);
-        let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);
-        let at_used = base.is_none();
-        RingStart { config, events: Events { kick, call, err }, enabled, log, at_used }
+        let log = RingLog::new(self.log.clone(), Some(&memory), addresses.log, translated);
+        Ok(RingStart {
+            memory,
+            endpoint: None,
+            features: self.features,
+            shutdown: None,
+            config,
+            events: Events { kick, call, err },
+            enabled,
+            log,
+            at_used: base.is_none(),
+            resumed,
+        })
     }
 
     /// Stores where writes are marked, for rings that start later.
@@ -159,35 +175,27 @@ fn keep(
 }
 
 impl Warned {
-    /// Warns about problems with new memory.
+    /// Warns about problems with new memory, or logs for debugging if that was done.
     fn look_at(&mut self, name: &str, memory: &Memory) {
-        if !memory.is_sealed() {
-            warn_once(
-                &mut self.unsealed,
-                name,
-                format_args!("the memory's file can be truncated by the front end"),
-            );
-        }
-        if let Some(region) = memory.unmapped().next() {
+        let unsealed = "the memory's file can be truncated by the front end".to_owned();
+        let unmapped = memory.unmapped().next().map(|region| {
             let (count, gpa) = (memory.unmapped().count(), region.gpa);
-            warn_once(
-                &mut self.unmapped,
-                name,
-                format_args!(
-                    "{count} regions of memory, the first at {gpa:#x}, are in files of a disk or \
-                     a network, whose pages may take long to come: they are not mapped, and accesses \
-                     to them fail; use memory-backend-memfd, or a file of tmpfs or hugetlbfs"
-                ),
-            );
+            format!(
+                "{count} regions of memory, the first at {gpa:#x}, are in files of a disk or a \
+                 network, whose pages may take long to come: they are not mapped, and accesses to \
+                 them fail; use memory-backend-memfd, or a file of tmpfs or hugetlbfs"
+            )
+        });
+        let found = [(!memory.is_sealed()).then_some(unsealed), unmapped];
+        for (warned, what) in self.0.iter_mut().zip(found) {
+            match what {
+                Some(what) if !std::mem::replace(warned, true) => {
+                    tracing::warn!(source = %name, "{what}");
+                }
+                Some(what) => tracing::debug!(source = %name, "{what}"),
+                None => {}
+            }
         }
-    }
-}
-
-/// Warns, or logs for debugging if that was done (`warned`).
-fn warn_once(warned: &mut bool, source: &str, what: fmt::Arguments<'_>) {
-    match std::mem::replace(warned, true) {
-        false => tracing::warn!(source = %source, "{what}"),
-        true => tracing::debug!(source = %source, "{what}"),
     }
 }
 

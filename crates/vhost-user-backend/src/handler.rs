@@ -12,8 +12,8 @@ use ringfence_run::{
     worker::{Unit, Work, Worker},
 };
 use ringfence_vhost_user::{
-    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
-    RingAddresses, RingSetup, Shutdown, WireError, msg::code,
+    BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, Offer,
+    ProtocolFeatures, RingAddresses, RingSetup, Shutdown, WireError, msg::code,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
@@ -27,12 +27,8 @@ pub trait Rings: Unit {
     /// one.
     type Part: Copy + Send + 'static;
 
-    /// Enables or disables a ring.
-    fn enable(&mut self, part: Self::Part, ring: u16, enabled: bool);
-    /// Replaces the descriptor for a ring's interrupts.
-    fn set_call(&mut self, part: Self::Part, ring: u16, call: Option<Arc<Notifier>>);
-    /// Replaces the descriptor that signals a ring's failure to the front end.
-    fn set_err(&mut self, part: Self::Part, ring: u16, err: Option<Arc<Notifier>>);
+    /// Changes a running ring.
+    fn change(&mut self, part: Self::Part, ring: u16, change: Change);
     /// Replaces the memory under running rings. A ring that is not in the new memory is left alone
     /// until it is in one again.
     fn set_memory(&mut self, part: Self::Part, memory: &Arc<Memory>);
@@ -40,10 +36,7 @@ pub trait Rings: Unit {
     ///
     /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
     fn set_log(&mut self, part: Self::Part, log: Option<&Arc<DirtyLog>>);
-    /// Sets where a running ring's writes to its used ring are marked from now on; `None`: nowhere.
-    fn log_ring(&mut self, part: Self::Part, ring: u16, at: Option<u64>);
-    /// Moves a running ring (rule [D21]). If its addresses are the front end's own, `memory`
-    /// translates them.
+    /// Moves a running ring (rule [D21]).
     ///
     /// # Errors
     /// The ring cannot be reached: it stops.
@@ -54,8 +47,36 @@ pub trait Rings: Unit {
         part: Self::Part,
         ring: u16,
         to: RingAddresses,
-        memory: &Arc<Memory>,
     ) -> Result<(), HandlerError>;
+}
+
+/// A change of a running ring.
+pub enum Change {
+    /// Whether it works.
+    Enabled(bool),
+    /// The descriptor for its interrupts.
+    Call(Option<Arc<Notifier>>),
+    /// The descriptor that signals its failure to the front end.
+    Err(Option<Arc<Notifier>>),
+    /// Where its writes to its used ring are marked; `None`: nowhere (rule [D26]).
+    ///
+    /// [D26]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d26
+    Log(Option<u64>),
+}
+
+/// What a [`Backend`] needs to know of its device at any time.
+pub struct Common<'a, R: Rings> {
+    /// Its name in messages.
+    pub name: &'a str,
+    /// The workers' shares that serve its rings.
+    pub shares: &'a Shares<R>,
+    /// Which one it is of the devices whose rings its workers serve together.
+    pub part: R::Part,
+    /// Where its IOTLB's counters are summed.
+    pub tally: &'a IotlbTally,
+    /// The bells that wake its workers when a translation comes, so that several updates wake a
+    /// worker once; `None`: each update wakes it.
+    pub bells: Option<&'a Bells>,
 }
 
 /// The interface between a device and a [`Backend`], for one connection.
@@ -66,42 +87,20 @@ pub trait RawDevice {
 
     /// The front end's connection is served from now on.
     fn connected(&mut self, connection: &Shutdown) {}
-    /// Its name in messages.
-    fn name(&self) -> Arc<str>;
-    /// The workers' shares that serve its rings.
-    fn shares(&self) -> &Shares<Self::Rings>;
-    /// Which one it is of the devices whose rings its workers serve together.
-    fn part(&self) -> <Self::Rings as Rings>::Part;
+    /// What does not change.
+    fn common(&self) -> Common<'_, Self::Rings>;
     /// Which share a ring belongs to, modulo their number: rings that one worker must serve
     /// together have the same one.
     fn share_of(&self, ring: u16) -> usize {
         ring.into()
     }
-    /// Where its IOTLB's counters are summed.
-    fn tally(&self) -> &IotlbTally;
-    /// The features that it offers besides those of rings, as a mask.
-    fn features(&self) -> u64;
-    /// As [`Handler::tolerated`].
-    fn tolerated(&self) -> u64 {
-        0
-    }
+    /// What it offers. The back end adds the features of rings, and the protocol features REPLY_ACK,
+    /// MQ, CONFIGURE_MEM_SLOTS, RESET_DEVICE, LOG_SHMFD and BACKEND_REQ.
+    fn offer(&self) -> Offer;
     /// The features of rings that it does not offer, as a mask.
     fn withheld(&self) -> u64 {
         0
     }
-    /// The protocol features that it offers besides REPLY_ACK, MQ, CONFIGURE_MEM_SLOTS,
-    /// RESET_DEVICE, LOG_SHMFD and BACKEND_REQ.
-    fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::CONFIG
-    }
-    /// How many rings it has.
-    fn queues(&self) -> u16;
-    /// The reply to GET_QUEUE_NUM: some back ends of networks count pairs of rings.
-    fn queue_num(&self) -> u16 {
-        self.queues()
-    }
-    /// The largest ring that it takes.
-    fn max_ring_size(&self) -> u16;
     /// These features were negotiated, while no ring runs.
     ///
     /// # Errors
@@ -118,23 +117,17 @@ pub trait RawDevice {
     fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
         Ok(())
     }
-    /// Starts a ring on its share. `resumed`: it goes on from another process.
+    /// Starts a ring on its share.
     ///
     /// # Errors
     /// As [`Handler::start_ring`].
-    fn start(
-        &mut self,
-        ring: u16,
-        start: RingStart,
-        on: Connection<'_>,
-        resumed: bool,
-    ) -> Result<(), HandlerError>;
+    fn start(&mut self, ring: u16, start: RingStart) -> Result<(), HandlerError>;
     /// Stops a ring; returns the next available entry.
     ///
     /// # Errors
     /// As [`Handler::stop_ring`].
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError>;
-    /// The front end enables or disables a ring; called before [`Rings::enable`].
+    /// The front end enables or disables a ring; called before the [change](Rings::change).
     ///
     /// # Errors
     /// It cannot be done.
@@ -176,27 +169,8 @@ pub trait RawDevice {
     }
     /// A request of the front end was refused, and the front end notified; for logs.
     fn refused(&self, request: u32, why: &HandlerError) {
-        tracing::debug!(source = %self.name(), "{} was refused: {why}", code::name(request));
+        tracing::debug!(source = %self.common().name, "{} was refused: {why}", code::name(request));
     }
-    /// The bells that wake its workers when a translation comes, so that several updates wake a
-    /// worker once; `None`: each update wakes it.
-    fn bells(&self) -> Option<&Bells> {
-        None
-    }
-}
-
-/// How a ring that starts reaches memory.
-#[non_exhaustive]
-pub struct Connection<'a> {
-    /// The memory.
-    pub memory: Arc<Memory>,
-    /// What translates addresses; `None`: they are guest-physical, and a ring's are the front end's
-    /// own.
-    pub endpoint: Option<Arc<Endpoint>>,
-    /// The features that were negotiated.
-    pub features: u64,
-    /// The front end's connection, once it is served.
-    pub shutdown: Option<&'a Shutdown>,
 }
 
 /// Where the rings of a device are served: one share of each of some workers.
@@ -285,6 +259,8 @@ pub enum Addresses {
     Iotlb(IotlbConfig),
 }
 
+type PartOf<D> = <<D as RawDevice>::Rings as Rings>::Part;
+
 /// A device as a vhost-user back end, for one connection.
 pub struct Backend<D: RawDevice> {
     device: D,
@@ -305,8 +281,9 @@ impl<D: RawDevice> Backend<D> {
             Addresses::Behind(endpoint) => (Some(endpoint), None),
             Addresses::Iotlb(config) => {
                 // A shootdown of its own: this front end's invalidations wait for no other's.
-                let translation = Translation::new(config, Shootdown::new(device.shares().count()));
-                device.tally().begin(&translation.iotlb);
+                let Common { shares, tally, .. } = device.common();
+                let translation = Translation::new(config, Shootdown::new(shares.count()));
+                tally.begin(&translation.iotlb);
                 (Some(Arc::clone(&translation.endpoint)), Some(translation))
             }
         };
@@ -322,11 +299,18 @@ impl<D: RawDevice> Backend<D> {
     fn on(
         &self,
         ring: u16,
-        job: impl FnOnce(&mut D::Rings, <D::Rings as Rings>::Part) + Send + 'static,
+        job: impl FnOnce(&mut D::Rings, PartOf<D>) -> Result<(), HandlerError> + Send + 'static,
     ) -> Result<(), HandlerError> {
-        let part = self.device.part();
-        let share = self.device.share_of(ring);
-        self.device.shares().on(share, move |rings| job(rings, part)).map(|_| ())
+        let Common { shares, part, .. } = self.device.common();
+        let done = shares.on(self.device.share_of(ring), move |rings| job(rings, part))?;
+        done.unwrap_or(Ok(()))
+    }
+
+    fn change(&self, ring: u16, change: Change) -> Result<(), HandlerError> {
+        self.on(ring, move |rings, part| {
+            rings.change(part, ring, change);
+            Ok(())
+        })
     }
 }
 
@@ -339,7 +323,7 @@ impl<D: RawDevice> Drop for Backend<D> {
         self.device.forget();
         self.device.suspended(self.connection.as_ref());
         if self.translation.is_some() {
-            self.device.tally().end();
+            self.device.common().tally.end();
         }
     }
 }
@@ -353,38 +337,16 @@ impl<D: RawDevice> Handler for Backend<D> {
         self.connection = Some(connection);
     }
 
-    fn features(&self) -> u64 {
-        let rings = [F_INDIRECT_DESC, F_EVENT_IDX, F_RING_PACKED, F_VERSION_1];
-        let translated = self.endpoint.as_ref().map(|_| F_ACCESS_PLATFORM);
-        let ours = rings.into_iter().chain(translated);
-        ours.fold(self.device.features(), |all, feature| all | feature) & !self.device.withheld()
-    }
-
-    fn tolerated(&self) -> u64 {
-        self.device.tolerated()
-    }
-
-    fn protocol_features(&self) -> ProtocolFeatures {
-        self.device.protocol_features()
-            | ProtocolFeatures::REPLY_ACK
-            | ProtocolFeatures::MQ
-            | ProtocolFeatures::CONFIGURE_MEM_SLOTS
-            | ProtocolFeatures::LOG_SHMFD
-            | ProtocolFeatures::RESET_DEVICE
-            // Even without IOTLB misses: User-Mode Linux has no interrupt without it.
-            | ProtocolFeatures::BACKEND_REQ
-    }
-
-    fn queues(&self) -> u16 {
-        self.device.queues()
-    }
-
-    fn queue_num(&self) -> u16 {
-        self.device.queue_num()
-    }
-
-    fn max_ring_size(&self) -> u16 {
-        self.device.max_ring_size()
+    fn offer(&self) -> Offer {
+        use ProtocolFeatures as P;
+        let mut offer = self.device.offer();
+        let translated = if self.endpoint.is_some() { F_ACCESS_PLATFORM } else { 0 };
+        let rings = F_INDIRECT_DESC | F_EVENT_IDX | F_RING_PACKED | F_VERSION_1;
+        offer.features = (offer.features | rings | translated) & !self.device.withheld();
+        offer.protocol |= P::REPLY_ACK | P::MQ | P::CONFIGURE_MEM_SLOTS | P::LOG_SHMFD;
+        // BACKEND_REQ even without IOTLB misses: User-Mode Linux has no interrupt without it.
+        offer.protocol |= P::RESET_DEVICE | P::BACKEND_REQ;
+        offer
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
@@ -401,19 +363,16 @@ impl<D: RawDevice> Handler for Backend<D> {
         if let Some(translation) = &mut self.translation {
             translation.set_memory(&memory)?;
         }
-        self.front.set_memory(&self.device.name(), &memory);
-        let part = self.device.part();
-        self.device.shares().on_all(move |rings| rings.set_memory(part, &memory))
+        let Common { name, shares, part, .. } = self.device.common();
+        self.front.set_memory(name, &memory);
+        shares.on_all(move |rings| rings.set_memory(part, &memory))
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
-        let resumed = setup.resumed;
-        let memory = self.front.memory()?;
-        let start = self.front.start(ring, setup);
-        let endpoint = self.endpoint.clone().filter(|_| self.front.has(F_ACCESS_PLATFORM));
-        let (features, shutdown) = (self.front.features(), self.connection.as_ref());
-        let on = Connection { memory, endpoint, features, shutdown };
-        self.device.start(ring, start, on, resumed)
+        let mut start = self.front.start(ring, setup)?;
+        start.endpoint = self.endpoint.clone().filter(|_| self.front.has(F_ACCESS_PLATFORM));
+        start.shutdown.clone_from(&self.connection);
+        self.device.start(ring, start)
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
@@ -421,31 +380,27 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn move_ring(&mut self, ring: u16, to: RingAddresses) -> Result<(), HandlerError> {
-        let memory = self.front.memory()?;
-        let (part, share) = (self.device.part(), self.device.share_of(ring));
-        let moved = self.device.shares().on(share, move |rings| {
-            rings.log_ring(part, ring, to.log);
-            rings.relocate(part, ring, to, &memory)
-        })?;
-        moved.unwrap_or(Ok(()))
+        self.on(ring, move |rings, part| {
+            rings.change(part, ring, Change::Log(to.log));
+            rings.relocate(part, ring, to)
+        })
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
         self.device.enable(ring, enabled)?;
-        self.on(ring, move |rings, part| rings.enable(part, ring, enabled))
+        self.change(ring, Change::Enabled(enabled))
     }
 
     fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
         let call = self.front.set_call(ring, call)?;
-        let set = call.clone();
-        self.on(ring, move |rings, part| rings.set_call(part, ring, set))?;
+        self.change(ring, Change::Call(call.clone()))?;
         call.iter().for_each(|call| call.notify());
         Ok(())
     }
 
     fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {
         let err = self.front.set_err(ring, err)?;
-        self.on(ring, move |rings, part| rings.set_err(part, ring, err))
+        self.change(ring, Change::Err(err))
     }
 
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
@@ -480,7 +435,7 @@ impl<D: RawDevice> Handler for Backend<D> {
         // A request needs several updates, which come one by one: a sleeping worker is not woken
         // for each. The front end gets our reply sooner, too.
         let updates = messages.iter().all(|message| matches!(message, Iotlb::Update { .. }));
-        match self.device.bells() {
+        match self.device.common().bells {
             Some(bells) if updates => {
                 bells.hold();
                 translation.messages(messages, outcomes);
@@ -494,7 +449,7 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn settled(&mut self) {
-        if let Some(bells) = self.device.bells() {
+        if let Some(bells) = self.device.common().bells {
             bells.release();
         }
     }
@@ -505,18 +460,19 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn set_log(&mut self, log: Option<Arc<DirtyLog>>) -> Result<(), HandlerError> {
         self.front.set_log(log.as_ref());
-        let part = self.device.part();
-        self.device.shares().on_all(move |rings| rings.set_log(part, log.as_ref()))
+        let Common { shares, part, .. } = self.device.common();
+        shares.on_all(move |rings| rings.set_log(part, log.as_ref()))
     }
 
     fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
-        self.on(ring, move |rings, part| rings.log_ring(part, ring, log))
+        self.change(ring, Change::Log(log))
     }
 
     fn channel_lost(&mut self, why: &WireError) {
         // Others have none to send.
         if let Some(translation) = &self.translation {
-            tracing::warn!(source = %self.device.name(), "the front end takes no more misses: {why}");
+            let name = self.device.common().name;
+            tracing::warn!(source = %name, "the front end takes no more misses: {why}");
             translation.set_channel(None);
         }
     }

@@ -27,6 +27,6 @@ mod translation;
 pub use bus::Bus;
 pub use device::{Device, Request, Requests, serve};
 pub use front_end::{Events, FrontEnd, RingStart, of_ring, read_config};
-pub use handler::{Addresses, Backend, Connection, RawDevice, Rings, Shares};
+pub use handler::{Addresses, Backend, Change, Common, RawDevice, Rings, Shares};
 pub use ring_log::RingLog;
 pub use tally::{IotlbTally, IotlbTotals};

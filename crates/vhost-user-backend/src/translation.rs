@@ -240,18 +240,15 @@ mod tests {
 
     use ringfence_iotlb::View;
     use ringfence_mem::{GuestRam, Translate};
-    use ringfence_vhost_user::{Handler, RingSetup, Server};
+    use ringfence_vhost_user::{Handler, Offer, RingSetup, Server};
 
     use super::*;
 
     struct NoDevice;
 
     impl Handler for NoDevice {
-        fn features(&self) -> u64 {
-            0
-        }
-        fn queues(&self) -> u16 {
-            0
+        fn offer(&self) -> Offer {
+            Offer::new(0, 0)
         }
         fn set_features(&mut self, _: u64) -> Result<(), HandlerError> {
             Ok(())

@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// The state in which a ring starts.
 #[derive(Debug)]
 pub struct RingSetup {
-    /// The number of descriptors: at most [`Handler::max_ring_size`], and for a split ring a power
+    /// The number of descriptors: at most [`Offer::max_ring_size`], and for a split ring a power
     /// of two.
     pub size: u16,
     /// Where its three areas are: addresses in the front end's process, or IOVAs if ACCESS_PLATFORM
@@ -34,6 +34,34 @@ pub struct RingSetup {
     pub resumed: bool,
 }
 
+/// What a device offers, as long as it has a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// The virtio features. (The server itself offers `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30,
+    /// and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
+    pub features: u64,
+    /// Features that it accepts although it may not offer them: an earlier process may have offered
+    /// them, and the front end does not read the offer again.
+    pub tolerated: u64,
+    /// The protocol features; the server removes those that it does not implement.
+    pub protocol: ProtocolFeatures,
+    /// How many rings there are.
+    pub queues: u16,
+    /// The reply to GET_QUEUE_NUM: some back ends of networks count pairs of rings.
+    pub queue_num: u16,
+    /// The largest ring that the device takes.
+    pub max_ring_size: u16,
+}
+
+impl Offer {
+    /// An offer of these features and of rings of up to 32768 descriptors, without protocol
+    /// features.
+    pub const fn new(features: u64, queues: u16) -> Offer {
+        let protocol = ProtocolFeatures::empty();
+        Offer { features, tolerated: 0, protocol, queues, queue_num: queues, max_ring_size: 32768 }
+    }
+}
+
 /// The device behind a [`Server`](crate::Server). The server checks all values against the protocol
 /// and the state of the connection before it calls a method, and calls all methods on the thread
 /// that serves.
@@ -49,32 +77,8 @@ pub trait Handler {
     /// [D15]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d15
     fn connected(&mut self, connection: Shutdown) {}
 
-    /// The virtio features that the device offers. (The server itself offers
-    /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30, and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
-    fn features(&self) -> u64;
-
-    /// Features that it accepts although it may not offer them: an earlier process may have offered
-    /// them, and the front end does not read the offer again.
-    fn tolerated(&self) -> u64 {
-        0
-    }
-
-    /// The protocol features that the device offers; the server removes those that it does not
-    /// implement.
-    fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::REPLY_ACK
-            | ProtocolFeatures::MQ
-            | ProtocolFeatures::CONFIG
-            | ProtocolFeatures::RESET_DEVICE
-    }
-
-    /// How many rings the device has.
-    fn queues(&self) -> u16;
-
-    /// The reply to GET_QUEUE_NUM: some back ends of networks count pairs of rings.
-    fn queue_num(&self) -> u16 {
-        self.queues()
-    }
+    /// What the device offers.
+    fn offer(&self) -> Offer;
 
     /// Whether another process can [take over](crate::Keeper) with what was negotiated.
     fn can_be_resumed(&self) -> bool {
@@ -85,13 +89,8 @@ pub trait Handler {
     /// reason only.
     fn leaves(&mut self) {}
 
-    /// The largest ring that the device takes.
-    fn max_ring_size(&self) -> u16 {
-        32768
-    }
-
     /// The front end has negotiated these virtio features (a subset of those offered and
-    /// [tolerated](Self::tolerated), without bits 30 and 26). No ring runs.
+    /// [tolerated](Offer::tolerated), without bits 30 and 26). No ring runs.
     ///
     /// # Errors
     /// The device cannot work with them.

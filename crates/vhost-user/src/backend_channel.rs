@@ -126,31 +126,25 @@ impl BackendChannel {
     /// [D16]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d16
     /// [D9]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d9
     pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, Option<u64>)>) -> usize {
-        let mut messages = messages.into_iter().fuse();
+        let mut messages = messages.into_iter();
         let mut outbox = self.outbox.lock();
         let (mut total, mut bytes) = (0, Vec::new());
         loop {
             bytes.clear();
-            let mut batch = Vec::new();
             let mut replies = outbox.pending.len() + outbox.replied.len();
-            let mut more = false;
-            for (message, ack) in messages.by_ref() {
-                let Some(wire) = message.emit() else { break };
-                let ack = ack.filter(|_| self.acks);
+            let fits = |(message, ack): (Iotlb, Option<u64>)| {
+                let (wire, ack) = (message.emit()?, ack.filter(|_| self.acks));
                 replies += usize::from(ack.is_some());
                 if replies > MOST_REPLIES as usize {
-                    break;
+                    return None;
                 }
-                let header =
-                    Header::request(code::BACKEND_IOTLB_MSG, ack.is_some(), size_of_val(&wire));
+                let len = size_of_val(&wire);
+                let header = Header::request(code::BACKEND_IOTLB_MSG, ack.is_some(), len);
                 bytes.extend_from_slice(header.as_bytes());
                 bytes.extend_from_slice(wire.as_bytes());
-                batch.push((message, ack));
-                more = batch.len() == BATCH;
-                if more {
-                    break;
-                }
-            }
+                Some((message, ack))
+            };
+            let batch: Vec<_> = messages.by_ref().map_while(fits).take(BATCH).collect();
             if batch.is_empty() {
                 return total;
             }
@@ -164,7 +158,7 @@ impl BackendChannel {
                 }
             }
             total += sent;
-            if sent < batch.len() || !more {
+            if sent < BATCH {
                 return total;
             }
         }

@@ -35,7 +35,7 @@ mod keeper;
 pub mod msg;
 mod server;
 
-pub use backend::{Handler, RingSetup};
+pub use backend::{Handler, Offer, RingSetup};
 pub use backend_channel::BackendChannel;
 pub use error::{HandlerError, WireError};
 pub use frontend::{Frontend, FrontendError, IotlbHandle};

@@ -5,8 +5,8 @@ mod requests;
 mod shutdown;
 
 use crate::{
-    Handler, HandlerError, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, SavedConnection,
-    WireError,
+    Handler, HandlerError, Iotlb, IotlbWire, Offer, ProtocolFeatures, RingAddresses,
+    SavedConnection, WireError,
     backend_channel::Replies,
     channel::Channel,
     inbox::{Inbox, Message},
@@ -124,9 +124,8 @@ pub struct Server<H> {
     channel: Channel,
     stopping: Arc<AtomicBool>,
     handler: H,
-    /// Offered, `F_PROTOCOL_FEATURES` included.
-    offered: u64,
-    offered_protocol: ProtocolFeatures,
+    /// `F_PROTOCOL_FEATURES` included, and without what is not implemented.
+    offer: Offer,
     /// Negotiated.
     features: u64,
     /// Negotiated; `None` until SET_PROTOCOL_FEATURES.
@@ -166,20 +165,21 @@ impl<H: Handler> Server<H> {
     /// A server for one connection. The [`Closer`](ringfence_run::Closer) of `stream` closes its
     /// socket, and those of the front end's descriptors that are slow to close.
     pub fn new(stream: impl Into<PeerFd>, handler: H) -> Server<H> {
-        let offered_protocol = handler.protocol_features() & ProtocolFeatures::KNOWN;
-        let log = offered_protocol.contains(ProtocolFeatures::LOG_SHMFD);
+        let mut offer = handler.offer();
+        offer.protocol &= ProtocolFeatures::KNOWN;
+        let log = offer.protocol.contains(ProtocolFeatures::LOG_SHMFD);
         let own = msg::F_PROTOCOL_FEATURES | if log { msg::F_LOG_ALL } else { 0 };
+        offer.features = offer.features & !OWN_FEATURES | own;
         Server {
             channel: Channel::new(stream.into(), TIMEOUT),
             stopping: Arc::new(AtomicBool::new(false)),
-            offered: handler.features() & !OWN_FEATURES | own,
-            offered_protocol,
+            offer,
             features: 0,
             protocol: None,
             memory: None,
             most_mapped: u64::MAX,
             mapped: Arc::default(),
-            rings: vec![Ring::default(); handler.queues().into()],
+            rings: vec![Ring::default(); offer.queues.into()],
             log: None,
             status: 0,
             inbox: Inbox::new(),

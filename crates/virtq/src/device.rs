@@ -282,27 +282,12 @@ impl Queue {
         either!(&mut self.0, ring => ring.pop(mem, chain))
     }
 
-    /// Takes up to `most` available chains into `burst`, which is emptied first; returns how many.
-    /// A split ring's index is read once for all of them.
+    /// Takes up to `most` available chains, and appends them to `burst`; returns how many. A split
+    /// ring's index is read once for all of them.
     ///
     /// # Errors
     /// As [`pop`](Self::pop), for the first chain; if a later one is at fault, those before it are
     /// returned, and the next call fails.
-    #[inline]
-    pub fn pop_burst(
-        &mut self,
-        mem: &impl Translate,
-        most: usize,
-        burst: &mut Burst,
-    ) -> Result<usize, RingError> {
-        burst.clear();
-        self.pop_more(mem, most, burst)
-    }
-
-    /// As [`pop_burst`](Self::pop_burst), behind the chains that `burst` holds already.
-    ///
-    /// # Errors
-    /// As there.
     #[inline]
     pub fn pop_more(
         &mut self,

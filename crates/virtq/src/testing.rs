@@ -6,7 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-use crate::{device, driver};
+use crate::{
+    Desc, RingError,
+    device::{self, Burst},
+    driver,
+};
 
 const PAGE: usize = 4096;
 
@@ -209,4 +213,27 @@ pub fn pair_of(
     let driver = driver::Queue::with_config(config, rings).expect("a legal queue");
     let device = device::Queue::new(at, ram).expect("a legal queue");
     (driver, device)
+}
+
+impl device::Queue {
+    /// As [`pop_more`](Self::pop_more), into `burst` after it is emptied.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn pop_burst(
+        &mut self,
+        mem: &impl Translate,
+        most: usize,
+        burst: &mut Burst,
+    ) -> Result<usize, RingError> {
+        burst.clear();
+        self.pop_more(mem, most, burst)
+    }
+}
+
+impl Burst {
+    /// The buffers of all chains, one after the other.
+    pub fn descs(&self) -> Vec<Desc> {
+        self.iter().flat_map(|taken| taken.descs()).copied().collect()
+    }
 }

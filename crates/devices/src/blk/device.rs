@@ -7,10 +7,10 @@ use std::{
 
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::Memory;
-use ringfence_run::{event::Bells, worker::Worker};
-use ringfence_vhost_user::{HandlerError, InflightRegion, ProtocolFeatures, Shutdown};
+use ringfence_run::worker::Worker;
+use ringfence_vhost_user::{HandlerError, InflightRegion, Offer, ProtocolFeatures, Shutdown};
 use ringfence_vhost_user_backend::{
-    Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares, read_config,
+    Addresses, Backend, Common, RawDevice, RingStart, read_config,
     requests::{MOST_LEFT, RequestRings},
 };
 use ringfence_virtq::{
@@ -145,21 +145,11 @@ impl Blk {
 impl RawDevice for Blk {
     type Rings = BlkUnit;
 
-    fn name(&self) -> Arc<str> {
-        Arc::clone(&self.options.id)
+    fn common(&self) -> Common<'_, BlkUnit> {
+        self.rings.common()
     }
 
-    fn shares(&self) -> &Shares<BlkUnit> {
-        self.rings.shares()
-    }
-
-    fn part(&self) {}
-
-    fn tally(&self) -> &IotlbTally {
-        &self.options.figures.iotlb
-    }
-
-    fn features(&self) -> u64 {
+    fn offer(&self) -> Offer {
         let mut features = feature::SIZE_MAX
             | feature::SEG_MAX
             | feature::BLK_SIZE
@@ -174,25 +164,14 @@ impl RawDevice for Blk {
                 features |= if holes.punch || holes.zero { feature::WRITE_ZEROES } else { 0 };
             }
         }
-        features
-    }
-
-    /// A disk may lose what it could, as the kernel finds that out, or between two versions: each such
-    /// request is unsupported then.
-    fn tolerated(&self) -> u64 {
-        feature::DISCARD | feature::WRITE_ZEROES
-    }
-
-    fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::CONFIG | ProtocolFeatures::INFLIGHT_SHMFD
-    }
-
-    fn queues(&self) -> u16 {
-        self.options.queues
-    }
-
-    fn max_ring_size(&self) -> u16 {
-        RING_SIZE
+        Offer {
+            // A disk may lose what it could, as the kernel finds that out, or between two versions:
+            // each such request is unsupported then.
+            tolerated: feature::DISCARD | feature::WRITE_ZEROES,
+            protocol: ProtocolFeatures::CONFIG | ProtocolFeatures::INFLIGHT_SHMFD,
+            max_ring_size: RING_SIZE,
+            ..Offer::new(features, self.options.queues)
+        }
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
@@ -213,21 +192,15 @@ impl RawDevice for Blk {
         self.client.iter().try_for_each(|client| client.set_memory(memory))
     }
 
-    fn start(
-        &mut self,
-        ring: u16,
-        start: RingStart,
-        on: Connection<'_>,
-        resumed: bool,
-    ) -> Result<(), HandlerError> {
-        if !resumed {
+    fn start(&mut self, ring: u16, start: RingStart) -> Result<(), HandlerError> {
+        if !start.resumed {
             self.client.iter().try_for_each(IommuClient::ring_starts)?;
         }
-        let (through, shutdown) = (self.cache.through(), on.shutdown);
-        self.rings.start(ring, start, on, |size| {
+        let (through, shutdown) = (self.cache.through(), start.shutdown.clone());
+        self.rings.start(ring, start, |size| {
             let BlkOptions { disk, read_only, id, .. } = &self.options;
             let serve = BlkServer::new((disk, *read_only), id, size, through)?;
-            self.take_image(shutdown)?;
+            self.take_image(shutdown.as_ref())?;
             Ok(serve)
         })
     }
@@ -290,9 +263,5 @@ impl RawDevice for Blk {
         self.cache.keep_in(Arc::clone(&inflight));
         self.rings.set_inflight(Some(inflight));
         Ok(())
-    }
-
-    fn bells(&self) -> Option<&Bells> {
-        Some(self.rings.bells())
     }
 }

@@ -6,11 +6,10 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd},
     sync::Arc,
     thread,
-    time::Duration,
 };
 
 use io_uring::{IoUring, opcode, squeue, types};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 
 use super::{
     Image,
@@ -209,35 +208,30 @@ impl FileIo {
         self.in_flight -= reaped;
     }
 
-    /// [Hands over](Self::kick) what is queued and sleeps until at least one request completes, or
-    /// for `limit`; a signal, or a kernel that is short of memory, may end the sleep early. Does
-    /// nothing if no request is under way.
+    /// [Hands over](Self::kick) what is queued and sleeps until at least one request completes; a
+    /// signal, or a kernel that is short of memory, may end the sleep early. Does nothing if no
+    /// request is under way.
     ///
     /// # Errors
     /// The ring is unusable.
-    pub fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
+    pub fn wait(&mut self) -> io::Result<()> {
         if self.in_flight == 0 {
             return Ok(());
         }
-        let limit = limit.or_else(|| self.pending.as_ref().map(|_| Duration::MAX));
-        let Some(limit) = limit else {
+        if self.pending.is_none() {
             self.enter(1)?;
             if self.refused {
                 thread::sleep(AGAIN);
             }
             return Ok(());
-        };
+        }
         self.kick()?;
         if !self.ring.completion().is_empty() {
             return Ok(());
         }
         // SAFETY: the descriptor is the ring's, which lives as long as `self` is borrowed.
         let ring = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
-        let limit = Timespec {
-            tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: limit.subsec_nanos().into(),
-        };
-        match poll(&mut [PollFd::from_borrowed_fd(ring, PollFlags::IN)], Some(&limit)) {
+        match poll(&mut [PollFd::from_borrowed_fd(ring, PollFlags::IN)], None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -248,7 +242,7 @@ impl Drop for FileIo {
     /// Waits for what is under way: the kernel must not write to memory that is then given away.
     fn drop(&mut self) {
         while self.in_flight > 0 {
-            if self.wait(None).is_err() {
+            if self.wait().is_err() {
                 // The ring cannot be waited on; the memory it may still write to cannot be known
                 // to be free. Nothing sound can follow.
                 std::process::abort();
@@ -278,7 +272,7 @@ mod tests {
         io.kick().unwrap();
         let mut result = None;
         while result.is_none() {
-            io.wait(None).unwrap();
+            io.wait().unwrap();
             io.reap(|token, outcome| {
                 assert_eq!(token, 7);
                 result = Some(outcome);
@@ -382,12 +376,12 @@ mod tests {
                 refuse();
                 io.kick().unwrap();
                 assert!(io.is_refused());
-                io.wait(None).expect("it is tried again");
+                io.wait().expect("it is tried again");
                 assert!(io.is_refused());
             });
             refused.join().unwrap();
         });
-        io.wait(None).unwrap();
+        io.wait().unwrap();
         assert!(!io.is_refused());
         io.refused = true;
         io.kick().unwrap();

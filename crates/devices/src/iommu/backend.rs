@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use ringfence_mem::Memory;
 use ringfence_run::PeerFd;
-use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup, msg::code};
+use ringfence_vhost_user::{
+    ConfigWrite, Handler, HandlerError, Offer, ProtocolFeatures, RingSetup, msg::code,
+};
 use ringfence_vhost_user_backend::{Events, FrontEnd, RingStart, of_ring};
 use ringfence_virtio_iommu::device::Completions;
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
@@ -13,7 +15,7 @@ use super::{
     Iommu, IommuClient,
     device::FrontUnit,
     reach::Shared,
-    unit::{Call, NoWorker, REQUESTS},
+    unit::{Call, REQUESTS},
 };
 
 /// A virtio-iommu as a vhost-user back end, for one front end.
@@ -49,16 +51,11 @@ impl Drop for IommuBackend {
 }
 
 impl Handler for IommuBackend {
-    fn features(&self) -> u64 {
-        self.iommu().device.features().bits() | F_VERSION_1 | F_EVENT_IDX
-    }
-
-    fn queues(&self) -> u16 {
-        2
-    }
-
-    fn max_ring_size(&self) -> u16 {
-        1024
+    fn offer(&self) -> Offer {
+        use ProtocolFeatures as P;
+        let features = self.iommu().device.features().bits() | F_VERSION_1 | F_EVENT_IDX;
+        let protocol = P::REPLY_ACK | P::MQ | P::CONFIG | P::RESET_DEVICE;
+        Offer { protocol, max_ring_size: 1024, ..Offer::new(features, 2) }
     }
 
     fn can_be_resumed(&self) -> bool {
@@ -79,34 +76,35 @@ impl Handler for IommuBackend {
         self.front.set_memory("iommu", &memory);
         let iommu = self.iommu();
         let (device, reported) = (Arc::clone(&iommu.device), Arc::clone(&iommu.reported));
-        let (number, calls, reach) = (iommu.unit, self.calls.clone(), Shared::new(&memory));
-        let placed = iommu.workers[0].call(move |work| match work.unit::<FrontUnit>(number) {
+        let (calls, reach) = (self.calls.clone(), Shared::new(&memory));
+        let number = iommu.shares.unit();
+        iommu.shares.on_worker(0, move |work| match work.unit::<FrontUnit>(number) {
             Some(unit) => unit.set_reach(reach),
             None => {
                 let mut unit = FrontUnit::new(device, reported, reach);
                 (0..).zip(calls).for_each(|(ring, call)| unit.set_call(ring, call));
                 work.insert(number, Box::new(unit));
             }
-        });
-        Ok(placed.ok_or(NoWorker)?)
+        })
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         let RingStart { config, events: Events { kick, .. }, enabled, at_used, .. } =
-            self.front.start(ring, setup);
+            self.front.start(ring, setup)?;
         let completed = match ring {
             REQUESTS => self.iommu().requests_start(config.base, at_used, self.front.features())?,
             _ => Completions::default(),
         };
         let started = self
             .iommu()
-            .on_unit(move |unit| unit.start(ring, config, at_used, completed, kick, enabled))?;
+            .shares
+            .on(0, move |unit| unit.start(ring, config, at_used, completed, kick, enabled))?;
         Ok(started.ok_or_else(|| HandlerError::new("there is no memory yet"))??)
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
         let iommu = self.iommu();
-        let (next, _) = FrontUnit::stop_on(&iommu.workers[0], iommu.unit, ring)?
+        let (next, _) = FrontUnit::stop_on(&iommu.shares, ring)?
             .ok_or_else(|| HandlerError::new("the ring is not running"))?;
         if ring == REQUESTS {
             iommu.requests_stopped(next);
@@ -115,7 +113,7 @@ impl Handler for IommuBackend {
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
-        self.iommu().on_unit(move |unit| unit.enable(ring, enabled))?;
+        self.iommu().shares.on(0, move |unit| unit.enable(ring, enabled))?;
         Ok(())
     }
 
@@ -126,7 +124,7 @@ impl Handler for IommuBackend {
             kept.clone_from(&call);
         }
         let set = call.clone();
-        self.iommu().on_unit(move |unit| unit.set_call(ring, set))?;
+        self.iommu().shares.on(0, move |unit| unit.set_call(ring, set))?;
         // What was given back before may not have been signalled.
         call.iter().for_each(|call| call());
         Ok(())

@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 use ringfence_mem::Memory;
 use ringfence_run::worker::Worker;
 use ringfence_vhost_user::HandlerError;
+use ringfence_vhost_user_backend::Shares;
 use ringfence_virtio_iommu::device::{Completions, Counters, Device, DeviceConfig};
 use ringfence_virtq::F_ACCESS_PLATFORM;
 
@@ -13,7 +14,7 @@ use super::{
     Endpoints,
     faults::Reported,
     reach::Shared,
-    unit::{INVALIDATION_TIMEOUT, IommuUnit, NoWorker},
+    unit::{INVALIDATION_TIMEOUT, IommuUnit},
 };
 
 /// A virtio-iommu as it is set up.
@@ -30,8 +31,7 @@ pub struct IommuOptions {
 pub struct Iommu {
     pub(super) device: Arc<Device<Endpoints>>,
     pub(super) reported: Arc<Reported>,
-    pub(super) workers: Arc<[Worker]>,
-    pub(super) unit: u32,
+    pub(super) shares: Shares<FrontUnit>,
     pub(super) state: Mutex<State>,
 }
 
@@ -90,7 +90,7 @@ impl Iommu {
     /// be.
     ///
     /// # Panics
-    /// If no descriptor is left.
+    /// If there is no worker, or no descriptor is left.
     pub fn new(
         endpoints: Arc<Endpoints>,
         options: IommuOptions,
@@ -101,12 +101,13 @@ impl Iommu {
         // Before the first front end there is nothing to block yet.
         endpoints.shut().expect("no endpoint is bound");
         let device = Arc::new(Device::new(endpoints, device));
-        Arc::new(Iommu { device, reported, workers, unit, state: Mutex::default() })
+        let (shares, state) = (Shares::new(workers, unit), Mutex::default());
+        Arc::new(Iommu { device, reported, shares, state })
     }
 
     /// What it has done and holds.
     pub fn figures(&self) -> IommuFigures {
-        let now = self.on_unit(|unit| unit.counters()).ok().flatten().unwrap_or_default();
+        let now = self.shares.on(0, |unit| unit.counters()).ok().flatten().unwrap_or_default();
         let requests = self.state.lock().past + now;
         let endpoints = self.device.backing();
         IommuFigures {
@@ -117,14 +118,6 @@ impl Iommu {
             faults: self.reported.by_endpoint(),
             dropped_faults: self.reported.faults.dropped(),
         }
-    }
-
-    pub(super) fn on_unit<R: Send + 'static>(
-        &self,
-        job: impl FnOnce(&mut FrontUnit) -> R + Send + 'static,
-    ) -> Result<Option<R>, NoWorker> {
-        let unit = self.unit;
-        self.workers[0].call(move |work| work.unit::<FrontUnit>(unit).map(job)).ok_or(NoWorker)
     }
 
     /// A connection of a device behind this IOMMU, or of its own front end.
@@ -194,14 +187,14 @@ impl Iommu {
                 tracing::warn!(source = %"iommu", "its front end is gone: the devices behind it reach nothing now");
             }
         }
-        let unit = self.unit;
-        let counted = self.workers[0].call(move |work| {
+        let unit = self.shares.unit();
+        let counted = self.shares.on_worker(0, move |work| {
             let counters = work.unit::<FrontUnit>(unit).map(|unit| unit.counters());
             drop(work.remove(unit));
             counters
         });
         let mut state = self.state.lock();
-        state.past = state.past + counted.flatten().unwrap_or_default();
+        state.past = state.past + counted.ok().flatten().unwrap_or_default();
         if !handed_over {
             if let Err(error) = self.reset_system() {
                 tracing::error!(source = %"iommu", "{error}");

@@ -1,9 +1,11 @@
 //! virtio-iommu as a device inside a VMM, for any kind of memory.
 
-use std::{io, marker::PhantomData, os::fd::OwnedFd, sync::Arc};
+use std::{io, os::fd::OwnedFd, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_run::worker::{Notify, Worker};
+use ringfence_vhost_user::HandlerError;
+use ringfence_vhost_user_backend::Shares;
 use ringfence_virtio_iommu::device::{Completions, Counters, Device, DeviceConfig};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, RingError, device};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -13,7 +15,7 @@ use super::{
     device::in_time,
     faults::Reported,
     reach::Reach,
-    unit::{Call, IommuUnit, NoWorker},
+    unit::{Call, IommuUnit},
 };
 
 /// A virtio-iommu of this process, with a thread that serves its rings.
@@ -28,10 +30,9 @@ use super::{
 pub struct LocalIommu<R> {
     device: Arc<Device<Endpoints>>,
     reported: Arc<Reported>,
-    worker: Worker,
+    shares: Shares<Unit<R>>,
     /// The rings that run.
     running: Mutex<Vec<u16>>,
-    reach: PhantomData<fn() -> R>,
 }
 
 /// Why a call to a device in a VMM failed.
@@ -79,6 +80,10 @@ const UNIT: u32 = 0;
 
 type Unit<R> = IommuUnit<Endpoints, R>;
 
+fn no_worker(_: HandlerError) -> LocalIommuError {
+    LocalIommuError::NoWorker
+}
+
 impl<R: Reach> LocalIommu<R> {
     /// A device in front of `endpoints`, not active. `notify` is how its thread waits for kicks.
     ///
@@ -91,8 +96,8 @@ impl<R: Reach> LocalIommu<R> {
     ) -> io::Result<LocalIommu<R>> {
         let reported = Reported::of(&endpoints)?;
         let device = Arc::new(Device::new(endpoints, options));
-        let (worker, running) = (Worker::spawn("iommu", notify)?, Mutex::default());
-        Ok(LocalIommu { device, reported, worker, running, reach: PhantomData })
+        let shares = Shares::new(Arc::new([Worker::spawn("iommu", notify)?]), UNIT);
+        Ok(LocalIommu { device, reported, shares, running: Mutex::default() })
     }
 
     /// The device itself: to add and remove endpoints, for a system reset, and to save and restore
@@ -169,9 +174,9 @@ impl<R: Reach> LocalIommu<R> {
                 .map_err(|error| LocalIommuError::Ring { index, error })?;
             started.push(ring);
         }
-        self.worker
-            .call(move |work| work.insert(UNIT, Box::new(unit)))
-            .ok_or(LocalIommuError::NoWorker)?;
+        self.shares
+            .on_worker(0, move |work| work.insert(UNIT, Box::new(unit)))
+            .map_err(no_worker)?;
         *running = started;
         Ok(())
     }
@@ -188,15 +193,13 @@ impl<R: Reach> LocalIommu<R> {
         let mut running = self.running.lock();
         let (mut stuck, mut stopped) = (false, Vec::new());
         for &ring in running.iter() {
-            let outcome = Unit::<R>::stop_on(&self.worker, UNIT, ring);
-            let outcome = outcome.map_err(|NoWorker| LocalIommuError::NoWorker)?;
-            if let Some((next, lost)) = outcome {
+            if let Some((next, lost)) = Unit::stop_on(&self.shares, ring).map_err(no_worker)? {
                 stuck |= lost;
                 // All chains that were taken are given back.
                 stopped.push((usize::from(ring), next));
             }
         }
-        self.worker.call(|work| drop(work.remove(UNIT))).ok_or(LocalIommuError::NoWorker)?;
+        self.shares.on_worker(0, |work| drop(work.remove(UNIT))).map_err(no_worker)?;
         running.clear();
         if stuck { Err(LocalIommuError::Stuck) } else { Ok(stopped) }
     }
@@ -226,8 +229,7 @@ impl<R: Reach> LocalIommu<R> {
 
     /// What its request queue has done since it was started.
     pub fn counters(&self) -> Counters {
-        let unit = self.worker.call(|work| work.unit::<Unit<R>>(UNIT).map(|unit| unit.counters()));
-        unit.flatten().unwrap_or_default()
+        self.shares.on(0, |unit| unit.counters()).ok().flatten().unwrap_or_default()
     }
 
     /// How many accesses of each endpoint were refused.

@@ -7,7 +7,9 @@ use std::{
 };
 
 use ringfence_mem::Translate;
-use ringfence_run::worker::{Kick, Unit, Worker};
+use ringfence_run::worker::{Kick, Unit};
+use ringfence_vhost_user::HandlerError;
+use ringfence_vhost_user_backend::Shares;
 use ringfence_virtio_iommu::device::{
     Backing, Completions, Counters, Device, EventQueue, Progress, RequestQueue,
 };
@@ -113,11 +115,6 @@ const LONG_NS: u64 = 200_000;
 /// which it wakes.
 const LOOK_NS: u64 = 1_000_000;
 
-/// The worker is gone.
-#[derive(Debug, thiserror::Error)]
-#[error("the worker is gone")]
-pub(super) struct NoWorker;
-
 /// The number of the request queue.
 pub(super) const REQUESTS: u16 = 0;
 /// The number of the event queue.
@@ -183,17 +180,16 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         Some((stopped.queue.ring().next_avail(), stopped.kick))
     }
 
-    /// [Stops](Self::stop) a ring of unit `number` of `worker`, once every reply is given that can be: the
-    /// driver waits for it. Whether some are lost, too, as I/O under way does not end. `None` if there
+    /// [Stops](Self::stop) a ring of the first share, once every reply is given that can be: the driver
+    /// waits for it. Whether some are lost, too, as I/O under way does not end. `None` if there
     /// is no such ring.
     ///
     /// # Errors
     /// The worker is gone.
     pub(super) fn stop_on(
-        worker: &Worker,
-        number: u32,
+        shares: &Shares<Self>,
         ring: u16,
-    ) -> Result<Option<(u32, bool)>, NoWorker> {
+    ) -> Result<Option<(u32, bool)>, HandlerError> {
         let deadline = Instant::now() + INVALIDATION_TIMEOUT;
         loop {
             let late = Instant::now() >= deadline;
@@ -201,8 +197,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
                 true if !late => None,
                 lost => Some(unit.stop(ring).map(|stopped| (stopped, lost))),
             };
-            let stopped = worker.call(move |work| work.unit::<Self>(number).map(stop));
-            match stopped.ok_or(NoWorker)? {
+            match shares.on(0, stop)? {
                 Some(Some(stopped)) => return Ok(stopped.map(|((next, _), lost)| (next, lost))),
                 Some(None) => std::thread::yield_now(),
                 None => return Ok(None),

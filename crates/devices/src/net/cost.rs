@@ -17,7 +17,7 @@ use super::{
     lane::forward,
     pieces::Lasting,
     ring::NetRing,
-    round::{BusRing, Lane, Terms, Timeouts},
+    round::{BusRing, Lane, Now, Terms},
     wire::feature,
 };
 
@@ -56,7 +56,7 @@ fn measure<B: Lasting>(
     packed: bool,
     place: impl Fn(u64) -> u64,
 ) -> f64 {
-    let terms = Terms { features: feature::MRG_RXBUF };
+    let terms = Terms { features: feature::MRG_RXBUF, timeout_ns: 0 };
     let (mut sender, mut transmit) = ring(ram, &*bus, 0, packed);
     let (mut receiver, mut receive) = ring(ram, &*bus, 16 * PAGE, packed);
     let mut lane = Lane::default();
@@ -76,7 +76,7 @@ fn measure<B: Lasting>(
         let bus = &*bus;
         let mut src = BusRing::source(&mut transmit, bus, terms);
         let mut dst = BusRing::target(&mut receive, bus, terms);
-        assert!(forward(&mut lane, &mut src, &mut dst, (0, 0), 0, Timeouts::with_itself(0)));
+        assert!(forward(&mut lane, &mut src, &mut dst, Now::default(), u64::MAX));
         bursts.push(start.elapsed().as_nanos() as f64);
         assert_eq!(sender.pop_burst(&mut used).unwrap(), BURST);
         assert_eq!(receiver.pop_burst(&mut used).unwrap(), BURST);

@@ -5,10 +5,9 @@ use std::{io, sync::Arc, time::Duration};
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::Memory;
 use ringfence_run::worker::Worker;
-use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown, msg::code};
+use ringfence_vhost_user::{HandlerError, Offer, ProtocolFeatures, Shutdown, msg::code};
 use ringfence_vhost_user_backend::{
-    Addresses, Backend, Connection, IotlbTally, IotlbTotals, RawDevice, RingStart, Shares,
-    read_config,
+    Addresses, Backend, Common, IotlbTally, IotlbTotals, RawDevice, RingStart, Shares, read_config,
 };
 use tracing::debug;
 use zerocopy::{FromZeros, IntoBytes};
@@ -123,7 +122,15 @@ impl Net {
             true => Addresses::Iotlb(self.options.iotlb),
             false => Addresses::Physical,
         };
-        Backend::new(NetEnd { net: Arc::clone(self), end, client: None }, addresses)
+        Backend::new(self.end(end, None), addresses)
+    }
+
+    fn end(self: &Arc<Self>, end: usize, client: Option<IommuClient>) -> NetEnd {
+        let name = match self.ends.len() {
+            1 => Arc::clone(&self.options.name),
+            _ => format!("{} {end}", self.options.name).into(),
+        };
+        NetEnd { net: Arc::clone(self), name, end, client }
     }
 
     /// As [`connect`](Self::connect), behind an IOMMU of this process: addresses mean what they mean
@@ -136,8 +143,7 @@ impl Net {
         endpoint: Arc<Endpoint>,
         client: Option<IommuClient>,
     ) -> Backend<NetEnd> {
-        let device = NetEnd { net: Arc::clone(self), end, client };
-        Backend::new(device, Addresses::Behind(endpoint))
+        Backend::new(self.end(end, client), Addresses::Behind(endpoint))
     }
 
     /// The options it was made with.
@@ -166,6 +172,8 @@ impl Net {
 /// One of the devices of a [`Net`], for one driver.
 pub struct NetEnd {
     net: Arc<Net>,
+    /// In messages.
+    name: Arc<str>,
     end: usize,
     client: Option<IommuClient>,
 }
@@ -173,19 +181,9 @@ pub struct NetEnd {
 impl RawDevice for NetEnd {
     type Rings = NetUnit;
 
-    fn name(&self) -> Arc<str> {
-        match self.net.ends.len() {
-            1 => Arc::clone(&self.net.options.name),
-            _ => format!("{} {}", self.net.options.name, self.end).into(),
-        }
-    }
-
-    fn shares(&self) -> &Shares<NetUnit> {
-        &self.net.shares
-    }
-
-    fn part(&self) -> usize {
-        self.end
+    fn common(&self) -> Common<'_, NetUnit> {
+        let (shares, tally) = (&self.net.shares, &self.net.ends[self.end].tally);
+        Common { name: &self.name, shares, part: self.end, tally, bells: None }
     }
 
     /// A pair is one worker's.
@@ -193,11 +191,7 @@ impl RawDevice for NetEnd {
         usize::from(ring / 2)
     }
 
-    fn tally(&self) -> &IotlbTally {
-        &self.net.ends[self.end].tally
-    }
-
-    fn features(&self) -> u64 {
+    fn offer(&self) -> Offer {
         let NetOptions { pairs, mac, mtu, link, .. } = &self.net.options;
         let mut features = feature::MRG_RXBUF | feature::STATUS | link.offloads();
         for (offered, bit) in [
@@ -207,31 +201,17 @@ impl RawDevice for NetEnd {
         ] {
             features |= if offered { bit } else { 0 };
         }
-        features
-    }
-
-    fn protocol_features(&self) -> ProtocolFeatures {
+        let mut protocol = ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU;
         // QEMU reads its driver's configuration space itself and warns of a back end that has one. A front end
         // that has no IOMMU for its drivers leaves it to the back end, as User-Mode Linux does.
-        let config = match self.net.options.iommu {
-            true => ProtocolFeatures::empty(),
-            false => ProtocolFeatures::CONFIG,
-        };
-        config | ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU
-    }
-
-    fn queues(&self) -> u16 {
-        2 * self.net.options.pairs
-    }
-
-    fn max_ring_size(&self) -> u16 {
+        protocol.set(ProtocolFeatures::CONFIG, !self.net.options.iommu);
         // As large as DPDK's drivers make them.
-        4096
+        Offer { protocol, max_ring_size: 4096, ..Offer::new(features, 2 * pairs) }
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         self.client.iter().try_for_each(|client| client.set_features(features))?;
-        debug!(source = %self.name(), "features {features:#x}");
+        debug!(source = %self.name, "features {features:#x}");
         Ok(())
     }
 
@@ -239,30 +219,22 @@ impl RawDevice for NetEnd {
         self.client.iter().try_for_each(|client| client.set_memory(memory))
     }
 
-    fn start(
-        &mut self,
-        ring: u16,
-        start: RingStart,
-        on: Connection<'_>,
-        resumed: bool,
-    ) -> Result<(), HandlerError> {
-        if !resumed {
+    fn start(&mut self, ring: u16, start: RingStart) -> Result<(), HandlerError> {
+        if !start.resumed {
             self.client.iter().try_for_each(IommuClient::ring_starts)?;
         }
+        let timeout_ns = nanos(self.net.options.iotlb.timeout);
         let start = Start {
+            terms: Terms { features: start.features, timeout_ns },
             ring: start,
             counters: Arc::clone(&self.net.ends[self.end].counters[usize::from(ring)]),
-            name: self.name(),
-            memory: on.memory,
-            endpoint: on.endpoint,
-            terms: Terms { features: on.features },
-            timeout_ns: nanos(self.net.options.iotlb.timeout),
+            name: Arc::clone(&self.name),
         };
         let (end, share) = (self.end, self.share_of(ring));
         let started = self.net.shares.on(share, move |unit| unit.start(end, ring, start))?;
         let started = started.ok_or_else(|| HandlerError::new("the device has ended"))?;
         if let Some(view) = started? {
-            self.tally().view(view);
+            self.net.ends[self.end].tally.view(view);
         }
         Ok(())
     }
@@ -293,13 +265,13 @@ impl RawDevice for NetEnd {
     }
 
     fn refused(&self, request: u32, why: &HandlerError) {
-        tracing::warn!(source = %self.name(), "{} was refused: {why}", code::name(request));
+        tracing::warn!(source = %self.name, "{} was refused: {why}", code::name(request));
     }
 
     fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {
         // Between two drivers no switch needs to learn it.
         if let Link::Tap(tap) = &self.net.options.link {
-            tap.announce(mac, Terms { features })?;
+            tap.announce(mac, Terms { features, timeout_ns: 0 })?;
         }
         Ok(())
     }

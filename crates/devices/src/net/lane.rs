@@ -8,7 +8,7 @@ use super::{
     pieces::{Lasting, copy, mark, recycle, soon, soon_written},
     receive::{read, receive},
     ring::Ready,
-    round::{AHEAD, BURST, BusRing, Lane, Round, Side, Step, Timeouts, Want, discard, give_up},
+    round::{AHEAD, BURST, BusRing, Lane, Now, Round, Side, Step, Want, discard, give_up},
     stats::Lost,
     wire::{HEADER, Header, MAX_PACKET},
 };
@@ -16,34 +16,34 @@ use super::{
 /// How many are looked up before the first is copied.
 const CHUNK: usize = 32;
 
-/// Moves packets from one ring to another. True if it did anything.
+/// Moves packets from one ring to another, which wait for a translation of the receiver's for at
+/// most `most_ns`. True if it did anything.
 pub(super) fn forward<S: Lasting, D: Lasting>(
     lane: &mut Lane,
     src: &mut BusRing<'_, S>,
     dst: &mut BusRing<'_, D>,
-    updates: (u64, u64),
-    now_ns: u64,
-    timeouts: Timeouts,
+    now: Now,
+    most_ns: u64,
 ) -> bool {
-    if lane.sleeps(updates, now_ns) {
-        return lane.waits_for_receiver() && drop_late(lane, src, updates, now_ns, timeouts);
+    if lane.sleeps(now) {
+        return lane.waits_for_receiver() && drop_late(lane, src, now, most_ns);
     }
-    if !lane.finds((src.ring, src.bus), updates, now_ns) {
+    if !lane.finds(src, now) {
         return false;
     }
-    let over = lane.is_over(now_ns, timeouts.whole_ns);
-    match dst.ring.ready(dst.bus, now_ns) {
+    let over = lane.is_over(now.ns, src.terms);
+    match dst.ring.ready(dst.bus, now.ns) {
         Ready::Yes => {}
         Ready::Soon if !over => {
-            lane.wait(Side::Target, updates, now_ns);
-            return drop_late(lane, src, updates, now_ns, timeouts);
+            lane.wait(Side::Target, now);
+            return drop_late(lane, src, now, most_ns);
         }
         _ => {
-            lane.pause(now_ns);
-            return discard(lane, (src.ring, src.bus), Lost::NoReceiver, updates, now_ns);
+            lane.pause(now.ns);
+            return discard(lane, src, Lost::NoReceiver, now);
         }
     }
-    let mut round = Round::new(updates, now_ns);
+    let mut round = Round::new(now);
     if over {
         round.lost += give_up(src) + give_up(dst);
         lane.go_on();
@@ -69,7 +69,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         round.publish(dst);
         round.publish(src);
     }
-    did || more || lane.waits_for_receiver() && drop_late(lane, src, updates, now_ns, timeouts)
+    did || more || lane.waits_for_receiver() && drop_late(lane, src, now, most_ns)
 }
 
 /// A translation of the receiver's is missing: packets wait for it, if there are any, or are dropped. True if any
@@ -78,21 +78,19 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
 fn drop_late<S: Lasting>(
     lane: &mut Lane,
     src: &mut BusRing<'_, S>,
-    updates: (u64, u64),
-    now_ns: u64,
-    timeouts: Timeouts,
+    now: Now,
+    most_ns: u64,
 ) -> bool {
-    if !lane.finds((src.ring, src.bus), updates, now_ns) {
+    if !lane.finds(src, now) {
         return false;
     }
-    if !lane.takes(src.ring, src.bus, (1, updates, now_ns)) {
+    if !lane.takes(src, 1, now) {
         if lane.waits_for_receiver() {
-            lane.rests(now_ns);
+            lane.rests(now.ns);
         }
         return false;
     }
-    let late = lane.translations_too_late(now_ns, timeouts.receiver_ns);
-    late && discard(lane, (src.ring, src.bus), Lost::TimedOut, updates, now_ns)
+    lane.translations_too_late(now.ns, most_ns) && discard(lane, src, Lost::TimedOut, now)
 }
 
 /// Moves a burst; returns what was missing when it ended.
@@ -120,7 +118,7 @@ fn run<S: Lasting, D: Lasting>(
             }
             Step::Missing(side) => return Ok(Some(Want::Translation(side))),
             Step::Full if !whole => return Ok(Some(Want::Translation(Side::Target))),
-            Step::Full if lane.buffers_too_late(round.now_ns) => round.lose(src.ring, Lost::NoRoom),
+            Step::Full if lane.buffers_too_late(round.now.ns) => round.lose(src.ring, Lost::NoRoom),
             Step::Full => return Ok(Some(Want::Buffers)),
             Step::Lost(why) => round.lose(src.ring, why),
         }

@@ -112,9 +112,8 @@ impl Outlet {
         lane: &mut Lane,
         src: &mut BusRing<'_, S>,
         now_ns: u64,
-        timeout_ns: u64,
     ) -> bool {
-        let Some(mut round) = Round::begin(lane, src, now_ns, timeout_ns) else { return false };
+        let Some(mut round) = Round::begin(lane, src, now_ns) else { return false };
         if !round.take(src) {
             return true;
         }
@@ -181,15 +180,9 @@ impl Outlet {
     }
 
     /// Packets come in to a driver. True if there were any.
-    pub(super) fn take_in<D: Lasting>(
-        &mut self,
-        dst: &mut BusRing<'_, D>,
-        now_ns: u64,
-        timeout_ns: u64,
-    ) -> bool {
+    pub(super) fn take_in<D: Lasting>(&mut self, dst: &mut BusRing<'_, D>, now_ns: u64) -> bool {
         self.missing = Missing::Ring;
-        let begun = Round::begin(&mut self.inward, dst, now_ns, timeout_ns);
-        let Some(mut round) = begun else { return false };
+        let Some(mut round) = Round::begin(&mut self.inward, dst, now_ns) else { return false };
         while round.has_room() && !self.gone {
             let next = match self.waiting {
                 Some(len) => Ok(Some(len)),

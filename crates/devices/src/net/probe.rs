@@ -37,9 +37,8 @@ impl Probe {
         lane: &mut Lane,
         src: &mut BusRing<'_, S>,
         now_ns: u64,
-        timeout_ns: u64,
     ) -> bool {
-        let Some(mut round) = Round::begin(lane, src, now_ns, timeout_ns) else { return false };
+        let Some(mut round) = Round::begin(lane, src, now_ns) else { return false };
         if !round.take(src) {
             return true;
         }
@@ -89,14 +88,8 @@ impl Probe {
     }
 
     /// A driver receives, for as long as there is room. True if there was.
-    pub(super) fn emit<D: Lasting>(
-        &mut self,
-        dst: &mut BusRing<'_, D>,
-        now_ns: u64,
-        timeout_ns: u64,
-    ) -> bool {
-        let begun = Round::begin(&mut self.inward, dst, now_ns, timeout_ns);
-        let Some(mut round) = begun else { return false };
+    pub(super) fn emit<D: Lasting>(&mut self, dst: &mut BusRing<'_, D>, now_ns: u64) -> bool {
+        let Some(mut round) = Round::begin(&mut self.inward, dst, now_ns) else { return false };
         if !round.take(dst) {
             return true;
         }

@@ -373,7 +373,7 @@ mod tests {
     use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
 
     use super::*;
-    use crate::net::round::{BusRing, Lane, Round, Side, Terms, Want};
+    use crate::net::round::{BusRing, Lane, Now, Round, Side, Terms, Want};
 
     /// A ring of 8 descriptors that was not looked up yet.
     fn postponed(packed: bool, [desc, avail, used]: [u64; 3]) -> NetRing {
@@ -414,7 +414,7 @@ mod tests {
         assert_eq!(ring.ready(&bus, 0), Ready::Yes);
         let (mut lane, mut place) =
             (Lane::default(), BusRing::source(&mut ring, &bus, Terms::default()));
-        let mut round = Round::new((0, 0), 0);
+        let mut round = Round::new(Now::default());
         // A translation was missing not long ago.
         round.wants = Some(Want::Translation(Side::Source));
         assert!(!round.end(&mut lane, &mut place));
@@ -422,7 +422,10 @@ mod tests {
         driver.add(&[ringfence_virtq::Desc::readable(0, 1)], 0).unwrap();
         driver.publish();
         assert!(!driver.needs_kick());
-        assert!(Round::new((0, 0), 1).end(&mut lane, &mut place), "it looks again");
+        assert!(
+            Round::new(Now { updates: (0, 0), ns: 1 }).end(&mut lane, &mut place),
+            "it looks again"
+        );
         assert!(!ring.arm() && ring.held() == 1, "no kick would report it");
     }
 

@@ -40,10 +40,13 @@ const DISTRUST_NS: u64 = 1_000_000_000;
 /// How often, in ns, a missing translation is looked up again without an update.
 const RETRY_NS: u64 = 5_000_000;
 
-/// The negotiated features, as far as they affect packets.
+/// What was settled on with a driver, as far as it affects packets.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Terms {
+    /// The negotiated features.
     pub(super) features: u64,
+    /// How long, in ns, a packet waits for a translation.
+    pub(super) timeout_ns: u64,
 }
 
 impl Terms {
@@ -57,6 +60,12 @@ impl Terms {
     #[inline]
     pub(super) fn mergeable(self) -> bool {
         self.features & feature::MRG_RXBUF != 0
+    }
+
+    /// How long, in ns, packets wait for a translation of another driver before they are dropped;
+    /// its access does not fail yet.
+    pub(super) fn anothers_ns(self) -> u64 {
+        (self.timeout_ns / ANOTHERS_PART).max(ANOTHERS_LEAST)
     }
 }
 
@@ -81,25 +90,13 @@ impl<'a, B: Lasting> BusRing<'a, B> {
     }
 }
 
-/// How long translations are waited for, in ns.
-#[derive(Clone, Copy)]
-pub(super) struct Timeouts {
-    /// Before the access fails.
-    pub(super) whole_ns: u64,
-    /// Before packets to a receiver without one are dropped; its access does not fail yet.
-    pub(super) receiver_ns: u64,
-}
-
-impl Timeouts {
-    /// For a driver that receives what it sends.
-    pub(super) fn with_itself(whole_ns: u64) -> Timeouts {
-        Timeouts { whole_ns, receiver_ns: u64::MAX }
-    }
-
-    /// For a driver that sends to another.
-    pub(super) fn with_another(whole_ns: u64) -> Timeouts {
-        Timeouts { whole_ns, receiver_ns: (whole_ns / ANOTHERS_PART).max(ANOTHERS_LEAST) }
-    }
+/// The beginning of a round.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Now {
+    /// The sender's and the receiver's counts of updates. They are read before anything is looked
+    /// up, so that a later update causes another look.
+    pub(super) updates: (u64, u64),
+    pub(super) ns: u64,
 }
 
 /// Which side a ring is on.
@@ -262,19 +259,19 @@ impl Lane {
 
     /// Whether nothing has changed for what it waits for.
     #[inline]
-    pub(super) fn sleeps(&self, updates: (u64, u64), now_ns: u64) -> bool {
-        self.stall.is_some_and(|stall| stall.updates == updates && now_ns < stall.retry_at)
+    pub(super) fn sleeps(&self, now: Now) -> bool {
+        self.stall.is_some_and(|stall| stall.updates == now.updates && now.ns < stall.retry_at)
     }
 
     /// It waits for a translation of this side's, and for nothing else.
-    pub(super) fn wait(&mut self, side: Side, updates: (u64, u64), now_ns: u64) {
-        self.buffers.pause(now_ns);
+    pub(super) fn wait(&mut self, side: Side, Now { updates, ns }: Now) {
+        self.buffers.pause(ns);
         if side == Side::Source {
-            self.translations.pause(now_ns);
+            self.translations.pause(ns);
         }
         let before = self.stall.filter(|stall| stall.side == side);
-        let since_ns = before.map_or(now_ns, |stall| stall.since_ns);
-        let retry_at = next_tick(now_ns, RETRY_NS);
+        let since_ns = before.map_or(ns, |stall| stall.since_ns);
+        let retry_at = next_tick(ns, RETRY_NS);
         self.stall = Some(Stall { side, since_ns, retry_at, updates });
     }
 
@@ -312,24 +309,25 @@ impl Lane {
     /// is missing, the lane waits for it.
     pub(super) fn takes<B: Lasting>(
         &mut self,
-        ring: &mut NetRing,
-        bus: &B,
-        (many, updates, now_ns): (usize, (u64, u64), u64),
+        place: &mut BusRing<'_, B>,
+        many: usize,
+        now: Now,
     ) -> bool {
-        match ring.take(bus, many) {
-            Ok(whole) if whole || ring.held() > 0 => {
+        match place.ring.take(place.bus, many) {
+            Ok(whole) if whole || place.ring.held() > 0 => {
                 self.stall.take_if(|stall| stall.side == Side::Source);
             }
-            Ok(_) => self.wait(Side::Source, updates, now_ns),
+            Ok(_) => self.wait(Side::Source, now),
             Err(error) => {
-                ring.fail(error);
+                place.ring.fail(error);
                 return false;
             }
         }
-        ring.held() > 0
+        place.ring.held() > 0
     }
 
-    pub(super) fn is_over(&self, now_ns: u64, timeout_ns: u64) -> bool {
+    /// Whether it has waited for too long, by the terms of the sender.
+    pub(super) fn is_over(&self, now_ns: u64, Terms { timeout_ns, .. }: Terms) -> bool {
         self.stall.is_some_and(|stall| now_ns.saturating_sub(stall.since_ns) >= timeout_ns)
     }
 
@@ -376,23 +374,14 @@ impl Lane {
 
     /// Whether the ring is there; if its own translation is on its way, the lane waits for that.
     #[inline]
-    pub(super) fn finds<B: Lasting>(
-        &mut self,
-        (ring, bus): (&mut NetRing, &B),
-        updates: (u64, u64),
-        now_ns: u64,
-    ) -> bool {
-        match ring.ready(bus, now_ns) {
-            Ready::Yes => true,
-            Ready::No => {
-                self.end(now_ns);
-                false
-            }
-            Ready::Soon => {
-                self.wait(Side::Source, updates, now_ns);
-                false
-            }
+    pub(super) fn finds<B: Lasting>(&mut self, place: &mut BusRing<'_, B>, now: Now) -> bool {
+        let ready = place.ring.ready(place.bus, now.ns);
+        match ready {
+            Ready::Yes => {}
+            Ready::No => self.end(now.ns),
+            Ready::Soon => self.wait(Side::Source, now),
         }
+        ready == Ready::Yes
     }
 }
 
@@ -404,16 +393,14 @@ pub(super) struct Round {
     pub(super) lost: u64,
     /// What was missing when it ended, other than packets or time.
     pub(super) wants: Option<Want>,
-    updates: (u64, u64),
-    pub(super) now_ns: u64,
+    pub(super) now: Now,
 }
 
 impl Round {
-    /// A round with nothing done yet. `updates` was read before anything was looked up, so that a
-    /// later update causes another look.
+    /// A round with nothing done yet.
     #[inline]
-    pub(super) fn new(updates: (u64, u64), now_ns: u64) -> Round {
-        Round { packets: 0, bytes: 0, lost: 0, wants: None, updates, now_ns }
+    pub(super) fn new(now: Now) -> Round {
+        Round { packets: 0, bytes: 0, lost: 0, wants: None, now }
     }
 
     /// Begins a round of a single ring; `None` if that is not there, or still waits for a
@@ -422,15 +409,14 @@ impl Round {
     pub(super) fn begin<B: Lasting>(
         lane: &mut Lane,
         place: &mut BusRing<'_, B>,
-        now_ns: u64,
-        timeout_ns: u64,
+        ns: u64,
     ) -> Option<Round> {
-        let updates = (place.bus.updates(), place.bus.updates());
-        if lane.sleeps(updates, now_ns) || !lane.finds((place.ring, place.bus), updates, now_ns) {
+        let now = Now { updates: (place.bus.updates(), place.bus.updates()), ns };
+        if lane.sleeps(now) || !lane.finds(place, now) {
             return None;
         }
-        let mut round = Round::new(updates, now_ns);
-        if lane.is_over(now_ns, timeout_ns) {
+        let mut round = Round::new(now);
+        if lane.is_over(ns, place.terms) {
             round.lost += give_up(place);
             lane.go_on();
         }
@@ -483,12 +469,12 @@ impl Round {
                 lane.go_on();
             }
             send(lane.miss());
-            lane.wait(side, self.updates, self.now_ns);
+            lane.wait(side, self.now);
         } else {
             lane.go_on();
             match self.wants {
-                Some(_) => lane.rests(self.now_ns),
-                None => lane.pause(self.now_ns),
+                Some(_) => lane.rests(self.now.ns),
+                None => lane.pause(self.now.ns),
             }
             lane.look_ahead(|| send(false));
         }
@@ -544,25 +530,27 @@ pub(super) fn give_up<B: Lasting>(place: &mut BusRing<'_, B>) -> u64 {
 #[cold]
 pub(super) fn discard<S: Lasting>(
     lane: &mut Lane,
-    (ring, bus): (&mut NetRing, &S),
+    place: &mut BusRing<'_, S>,
     why: Lost,
-    updates: (u64, u64),
-    now_ns: u64,
+    now: Now,
 ) -> bool {
-    if !lane.finds((ring, bus), updates, now_ns) || !lane.takes(ring, bus, (BURST, updates, now_ns))
-    {
+    if !lane.finds(place, now) || !lane.takes(place, BURST, now) {
         return false;
     }
-    while ring.held() > 0 {
-        ring.lose(why);
+    while place.ring.held() > 0 {
+        place.ring.lose(why);
     }
-    ring.publish(bus.intact());
+    place.ring.publish(place.bus.intact());
     true
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn at(ns: u64) -> Now {
+        Now { updates: (0, 0), ns }
+    }
 
     #[test]
     fn a_receiver_that_was_too_late_is_not_waited_for_again_at_once() {
@@ -588,13 +576,13 @@ mod tests {
 
     #[test]
     fn buffers_and_translations_are_late_by_themselves() {
-        let (mut lane, updates) = (Lane::default(), (0, 0));
+        let mut lane = Lane::default();
         assert!(!lane.buffers_too_late(0) && lane.buffers_too_late(lane.grace_ns()));
-        lane.wait(Side::Target, updates, 5);
+        lane.wait(Side::Target, at(5));
         assert!(!lane.translations_too_late(5, 100) && lane.holds_packets());
         assert!(lane.translations_too_late(105, 100) && !lane.holds_packets());
         // The lane waits for translations of the sender.
-        lane.wait(Side::Source, updates, 106);
+        lane.wait(Side::Source, at(106));
         assert!(lane.holds_packets());
         lane.pause(107);
         assert!(lane.holds_packets() && !lane.waits_for_buffers() && lane.next_due().is_some());
@@ -608,7 +596,7 @@ mod tests {
             let mut lane = Lane::default();
             assert!(!lane.buffers_too_late(7) && lane.waits_for_buffers());
             assert_eq!(lane.next_due(), Some(7 + lane.grace_ns()));
-            lane.wait(side, (0, 0), lane.grace_ns());
+            lane.wait(side, at(lane.grace_ns()));
             assert!(!lane.waits_for_buffers());
             assert_eq!(lane.next_due(), Some(lane.grace_ns() + RETRY_NS));
             // The time before counts, unless a packet passes.
@@ -618,7 +606,7 @@ mod tests {
         }
         let mut lane = Lane::default();
         assert!(!lane.buffers_too_late(7));
-        lane.wait(Side::Target, (0, 0), lane.grace_ns());
+        lane.wait(Side::Target, at(lane.grace_ns()));
         lane.fed();
         assert!(
             !lane.buffers_too_late(lane.grace_ns())
@@ -631,7 +619,7 @@ mod tests {
         let mut lane = Lane::default();
         assert!(!lane.buffers_too_late(7) && !lane.translations_too_late(7, 100));
         // The packet that waited was dropped.
-        let mut round = Round::new((0, 0), 9);
+        let mut round = Round::new(at(9));
         round.lost = 1;
         assert!(round.settle(&mut lane, |_| true));
         assert!(lane.next_due().is_none() && !lane.holds_packets());

@@ -13,16 +13,6 @@ use super::{round::Terms, wire::feature};
 use ringfence_mem::HostSlice;
 use rustix::io::Errno;
 
-/// What TUNSETOFFLOAD takes.
-mod offload {
-    pub(super) const CSUM: libc::c_ulong = 0x01;
-    pub(super) const TSO4: libc::c_ulong = 0x02;
-    pub(super) const TSO6: libc::c_ulong = 0x04;
-    pub(super) const ECN: libc::c_ulong = 0x08;
-    pub(super) const USO4: libc::c_ulong = 0x20;
-    pub(super) const USO6: libc::c_ulong = 0x40;
-}
-
 /// A structure ifreq as far as a tap needs it.
 #[repr(C)]
 struct IfReq {
@@ -113,7 +103,7 @@ impl Tap {
         }
         let mut tap = Tap { name: name.into(), queues: fds, uso: true };
         // Kernels before 6.2 refuse what they do not know.
-        tap.uso = tap.settle(Terms { features: feature::GUEST_OFFLOADS }).is_ok();
+        tap.uso = tap.settle(Terms { features: feature::GUEST_OFFLOADS, timeout_ns: 0 }).is_ok();
         tap.settle(Terms::default())?;
         // The kernel spreads packets over all that are attached. A driver may use fewer.
         for queue in 0..queues {
@@ -135,15 +125,8 @@ impl Tap {
     /// What it leaves undone, and does for others.
     pub(super) fn offloads(&self) -> u64 {
         use feature::*;
-        let uso = if self.uso { GUEST_USO4 | GUEST_USO6 | HOST_USO } else { 0 };
-        CSUM | HOST_TSO4
-            | HOST_TSO6
-            | HOST_ECN
-            | GUEST_CSUM
-            | GUEST_TSO4
-            | GUEST_TSO6
-            | GUEST_ECN
-            | uso
+        let uso = if self.uso { 0 } else { GUEST_USO4 | GUEST_USO6 | HOST_USO };
+        (HOST_OFFLOADS | GUEST_OFFLOADS) & !(HOST_UFO | GUEST_UFO | uso)
     }
 
     /// A driver has settled on this.
@@ -155,12 +138,12 @@ impl Tap {
         let (mut offloads, mut names) = (0, Vec::new());
         if has(feature::GUEST_CSUM) {
             for (bits, flag, name) in [
-                (feature::GUEST_CSUM, offload::CSUM, "GUEST_CSUM"),
-                (feature::GUEST_TSO4, offload::TSO4, "GUEST_TSO4"),
-                (feature::GUEST_TSO6, offload::TSO6, "GUEST_TSO6"),
-                (feature::GUEST_ECN, offload::ECN, "GUEST_ECN"),
-                (feature::GUEST_USO4, offload::USO4, "GUEST_USO4"),
-                (feature::GUEST_USO6, offload::USO6, "GUEST_USO6"),
+                (feature::GUEST_CSUM, libc::TUN_F_CSUM, "GUEST_CSUM"),
+                (feature::GUEST_TSO4, libc::TUN_F_TSO4, "GUEST_TSO4"),
+                (feature::GUEST_TSO6, libc::TUN_F_TSO6, "GUEST_TSO6"),
+                (feature::GUEST_ECN, libc::TUN_F_TSO_ECN, "GUEST_ECN"),
+                (feature::GUEST_USO4, libc::TUN_F_USO4, "GUEST_USO4"),
+                (feature::GUEST_USO6, libc::TUN_F_USO6, "GUEST_USO6"),
             ] {
                 if has(bits) {
                     offloads |= flag;
@@ -169,9 +152,9 @@ impl Tap {
             }
         }
         // Both or none.
-        if offloads & (offload::USO4 | offload::USO6) != offload::USO4 | offload::USO6 || !self.uso
-        {
-            offloads &= !(offload::USO4 | offload::USO6);
+        let uso = libc::TUN_F_USO4 | libc::TUN_F_USO6;
+        if offloads & uso != uso || !self.uso {
+            offloads &= !uso;
         }
         let refused = |what, source| TapError::Offloads { name: self.name.clone(), what, source };
         let header = terms.header() as libc::c_int;
@@ -181,6 +164,7 @@ impl Tap {
                 .map_err(|error| refused(format!("headers of {header} bytes"), error))?;
         }
         let Some(fd) = self.queues.first() else { return Ok(()) };
+        let offloads = libc::c_ulong::from(offloads);
         // SAFETY: the argument is a number.
         check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETOFFLOAD as _, offloads) })
             .map_err(|error| refused(format!("the offloads {}", names.join(", ")), error))

@@ -8,15 +8,14 @@ use std::{
     time::Duration,
 };
 
-use ringfence_iotlb::{Counters, Endpoint, View};
+use ringfence_iotlb::{Counters, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, UserAddresses};
 use ringfence_run::{
     event::Doorbell,
-    notifier::Notifier,
     worker::{Kick, Unit},
 };
 use ringfence_vhost_user::{HandlerError, RingAddresses};
-use ringfence_vhost_user_backend::{Bus, RingStart, Rings};
+use ringfence_vhost_user_backend::{Bus, Change, RingStart, Rings};
 use ringfence_virtq::device;
 
 use self::ways::{between, nowhere, outside, receiver};
@@ -63,17 +62,12 @@ impl Link {
     }
 }
 
-/// What a ring is started with: also how the driver's memory is reached, and what was settled on.
+/// What a ring is started with.
 pub(super) struct Start {
     pub(super) ring: RingStart,
     pub(super) counters: Arc<QueueCounters>,
     pub(super) name: Arc<str>,
-    pub(super) memory: Arc<Memory>,
-    /// `None`: addresses are guest-physical.
-    pub(super) endpoint: Option<Arc<Endpoint>>,
     pub(super) terms: Terms,
-    /// How long, in ns, a packet waits for a translation.
-    pub(super) timeout_ns: u64,
 }
 
 /// One device, as far as this worker has to do with it.
@@ -82,7 +76,6 @@ pub(super) struct End {
     /// `None`: no driver is there.
     pub(super) bus: Option<Bus>,
     pub(super) terms: Terms,
-    pub(super) timeout_ns: u64,
     /// By pair.
     pub(super) receive: Vec<Option<Box<NetRing>>>,
     pub(super) transmit: Vec<Option<Box<NetRing>>>,
@@ -156,7 +149,8 @@ impl NetUnit {
     ) -> Result<Option<Arc<Counters>>, HandlerError> {
         self.stop(at, ring);
         let end = &mut self.ends[at];
-        let Start { ring: started, counters, name, memory, endpoint, terms, timeout_ns } = start;
+        let Start { ring: started, counters, name, terms } = start;
+        let RingStart { memory, endpoint, config, events, enabled, log, at_used, .. } = started;
         let mut counted = None;
         let bus = match &mut end.bus {
             Some(bus) => bus,
@@ -172,11 +166,10 @@ impl NetUnit {
                 }
             }),
         };
-        (end.terms, end.timeout_ns) = (terms, timeout_ns);
+        end.terms = terms;
         if let Link::Tap(tap) = &self.link {
             tap.settle(terms)?;
         }
-        let RingStart { config, events, enabled, log, at_used, .. } = started;
         bus.set_log(log.log());
         // Behind an IOMMU the translation of a ring may not have arrived yet (rule D22).
         let mut queue = match at_used {
@@ -251,22 +244,16 @@ impl Rings for NetUnit {
     /// Which end.
     type Part = usize;
 
-    fn enable(&mut self, at: usize, ring: u16, enabled: bool) {
-        if let Some(found) = self.ring(at, ring) {
-            found.enabled = enabled;
-            self.open_outlet(ring, enabled);
-        }
-    }
-
-    fn set_call(&mut self, at: usize, ring: u16, call: Option<Arc<Notifier>>) {
-        if let Some(ring) = self.ring(at, ring) {
-            ring.call = call;
-        }
-    }
-
-    fn set_err(&mut self, at: usize, ring: u16, err: Option<Arc<Notifier>>) {
-        if let Some(ring) = self.ring(at, ring) {
-            ring.err = err;
+    fn change(&mut self, at: usize, ring: u16, change: Change) {
+        let Some(found) = self.ring(at, ring) else { return };
+        match change {
+            Change::Enabled(enabled) => {
+                found.enabled = enabled;
+                self.open_outlet(ring, enabled);
+            }
+            Change::Call(call) => found.call = call,
+            Change::Err(err) => found.err = err,
+            Change::Log(log) => found.log.set_at(&mut found.queue, log),
         }
     }
 
@@ -291,25 +278,14 @@ impl Rings for NetUnit {
         }
     }
 
-    fn log_ring(&mut self, at: usize, ring: u16, log: Option<u64>) {
+    fn relocate(&mut self, at: usize, ring: u16, to: RingAddresses) -> Result<(), HandlerError> {
+        let plain = match &self.ends[at].bus {
+            Some(Bus::Physical(physical)) => Some(Arc::clone(physical.memory())),
+            _ => None,
+        };
         if let Some(ring) = self.ring(at, ring) {
-            ring.log.set_at(&mut ring.queue, log);
-        }
-    }
-
-    fn relocate(
-        &mut self,
-        at: usize,
-        ring: u16,
-        addresses: RingAddresses,
-        memory: &Arc<Memory>,
-    ) -> Result<(), HandlerError> {
-        let plain = matches!(self.ends[at].bus, Some(Bus::Physical(_)));
-        if let Some(ring) = self.ring(at, ring) {
-            ring.relocate(addresses);
-            if plain {
-                ring.move_to(&UserAddresses::new(Arc::clone(memory)));
-            }
+            ring.relocate(to);
+            plain.into_iter().for_each(|memory| ring.move_to(&UserAddresses::new(memory)));
         }
         Ok(())
     }

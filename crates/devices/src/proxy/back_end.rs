@@ -9,7 +9,7 @@ use ringfence_run::{
     worker::Kick,
 };
 use ringfence_vhost_user::{
-    F_PROTOCOL_FEATURES, Frontend, FrontendError, ProtocolFeatures, RingAddresses,
+    F_PROTOCOL_FEATURES, Frontend, FrontendError, Offer, ProtocolFeatures, RingAddresses,
 };
 use ringfence_virtq::{
     F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, RingError,
@@ -26,7 +26,7 @@ use super::{
 /// process's own addresses.)
 const FIRST: u64 = 1 << 30;
 /// The largest ring.
-pub(super) const RING_SIZE: u16 = 1024;
+const RING_SIZE: u16 = 1024;
 /// The bytes of a shadow ring of that size, of either format.
 const RING_BYTES: usize = 64 << 10;
 /// The features of rings and transports, which the proxy negotiates itself on either side.
@@ -157,27 +157,18 @@ impl BackEnd {
         &self.ram
     }
 
-    /// What its kind of device offers.
-    pub(super) fn features(&self) -> u64 {
-        self.offered & !OF_RINGS
+    /// What its kind of device offers, as far as a proxy can pass it on.
+    pub(super) fn offer(&self) -> Offer {
+        Offer {
+            protocol: self.protocol & PASSED | ProtocolFeatures::INFLIGHT_SHMFD,
+            // As it counts them: pairs of rings, if it is a network of DPDK's.
+            queue_num: self.queue_num,
+            max_ring_size: RING_SIZE,
+            ..Offer::new(self.offered & !OF_RINGS, self.rings)
+        }
     }
 
-    /// Of what a proxy can pass on.
-    pub(super) fn protocol(&self) -> ProtocolFeatures {
-        self.protocol & PASSED
-    }
-
-    /// How many queues it has, as it counts them: pairs of rings, if it is a network of DPDK's.
-    pub(super) fn queue_num(&self) -> u16 {
-        self.queue_num
-    }
-
-    /// How many rings it has at most.
-    pub(super) fn rings(&self) -> u16 {
-        self.rings
-    }
-
-    /// Sets what the driver has accepted of [`features`](Self::features), while no ring runs.
+    /// Sets what the driver has accepted of [`offer`](Self::offer), while no ring runs.
     pub(super) fn set_features(&mut self, features: u64) -> Result<()> {
         let rings =
             F_PROTOCOL_FEATURES | F_VERSION_1 | F_INDIRECT_DESC | F_EVENT_IDX | F_RING_PACKED;

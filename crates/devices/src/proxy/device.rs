@@ -2,20 +2,15 @@
 
 use std::{sync::Arc, time::Instant};
 
-use ringfence_run::{event::Bells, worker::Worker};
-use ringfence_vhost_user::{
-    BackendChannel, HandlerError, InflightRegion, ProtocolFeatures, Shutdown,
-};
+use ringfence_run::worker::Worker;
+use ringfence_vhost_user::{BackendChannel, HandlerError, InflightRegion, Offer, Shutdown};
 use ringfence_vhost_user_backend::{
-    Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares,
-    requests::RequestRings,
+    Addresses, Backend, Common, RawDevice, RingStart, requests::RequestRings,
 };
 use ringfence_virtq::{F_INDIRECT_DESC, F_VERSION_1};
 
 use super::{
-    Connector, ProxyOptions, ProxyQueue, ProxyUnit,
-    back_end::{BackEnd, RING_SIZE},
-    connector::REPLIES_WITHIN,
+    Connector, ProxyOptions, ProxyQueue, ProxyUnit, back_end::BackEnd, connector::REPLIES_WITHIN,
 };
 
 /// The proxy of one back end, for one connection of a front end.
@@ -66,43 +61,17 @@ impl RawDevice for Proxy {
         self.connector.ends(connection);
     }
 
-    fn name(&self) -> Arc<str> {
-        Arc::clone(&self.options.name)
+    fn common(&self) -> Common<'_, ProxyUnit> {
+        self.rings.common()
     }
 
-    fn shares(&self) -> &Shares<ProxyUnit> {
-        self.rings.shares()
-    }
-
-    fn part(&self) {}
-
-    fn tally(&self) -> &IotlbTally {
-        &self.options.figures.iotlb
-    }
-
-    fn features(&self) -> u64 {
-        self.back.features()
+    fn offer(&self) -> Offer {
+        self.back.offer()
     }
 
     /// A table may have more buffers than a ring that takes no tables.
     fn withheld(&self) -> u64 {
         if self.back.offers(F_INDIRECT_DESC) { 0 } else { F_INDIRECT_DESC }
-    }
-
-    fn protocol_features(&self) -> ProtocolFeatures {
-        self.back.protocol() | ProtocolFeatures::INFLIGHT_SHMFD
-    }
-
-    fn queues(&self) -> u16 {
-        self.back.rings()
-    }
-
-    fn queue_num(&self) -> u16 {
-        self.back.queue_num()
-    }
-
-    fn max_ring_size(&self) -> u16 {
-        RING_SIZE
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
@@ -119,16 +88,10 @@ impl RawDevice for Proxy {
         }
     }
 
-    fn start(
-        &mut self,
-        ring: u16,
-        start: RingStart,
-        on: Connection<'_>,
-        _: bool,
-    ) -> Result<(), HandlerError> {
+    fn start(&mut self, ring: u16, start: RingStart) -> Result<(), HandlerError> {
         let (enabled, copy_back) = (start.enabled, self.options.copy_back);
         let (back, mut runs) = (&mut self.back, false);
-        let started = self.rings.start(ring, start, on, |size| {
+        let started = self.rings.start(ring, start, |size| {
             let shadow = back.start(ring, size)?;
             runs = true;
             back.enable(ring, enabled)?;
@@ -183,9 +146,5 @@ impl RawDevice for Proxy {
 
     fn send_rarp(&mut self, mac: [u8; 6], _: u64) -> Result<(), HandlerError> {
         Ok(self.back.send_rarp(mac)?)
-    }
-
-    fn bells(&self) -> Option<&Bells> {
-        Some(self.rings.bells())
     }
 }

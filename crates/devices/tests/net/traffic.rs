@@ -397,14 +397,14 @@ fn a_device_reports_what_it_is() {
     backend.config(0, &mut space).unwrap();
     assert_eq!(space, [2, 3, 4, 5, 6, 7, 1, 0, 4, 0, 0x28, 0x23, 0xff, 0xff]);
     assert!(backend.config(250, &mut [0; 7]).is_err());
-    let offered = backend.features();
+    let offered = backend.offer().features;
     for bit in [wire::feature::MQ, wire::feature::MAC, wire::feature::MTU] {
         assert!(offered & bit != 0);
     }
-    assert_eq!(backend.queues(), 8);
+    assert_eq!(backend.offer().queues, 8);
     let platform = ringfence_virtq::F_ACCESS_PLATFORM;
     assert_eq!(offered & platform, platform);
     drop(backend);
     let plain = NetOptions { iommu: false, ..options(Link::Loopback, 1) };
-    assert_eq!(device(plain, 1, Notify::Adaptive).connect(0).features() & platform, 0);
+    assert_eq!(device(plain, 1, Notify::Adaptive).connect(0).offer().features & platform, 0);
 }

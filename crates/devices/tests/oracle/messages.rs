@@ -8,12 +8,12 @@ use std::{
 
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::{DirtyLog, GuestRam, Memory};
-use ringfence_run::{event, notifier::Notifier, worker::Worker};
+use ringfence_run::{event, worker::Worker};
 use ringfence_vhost_user::{
-    Frontend, FrontendChannel, HandlerError, ProtocolFeatures, RingAddresses, Shutdown,
+    Frontend, FrontendChannel, HandlerError, Offer, ProtocolFeatures, RingAddresses, Shutdown,
 };
 use ringfence_vhost_user_backend::{
-    Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Rings, Shares,
+    Addresses, Backend, Change, Common, IotlbTally, RawDevice, RingStart, Rings, Shares,
 };
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_VERSION_1};
 
@@ -36,39 +36,15 @@ struct Probes {
 impl RawDevice for Probes {
     type Rings = ProbeUnit;
 
-    fn name(&self) -> Arc<str> {
-        Arc::from("probes")
+    fn common(&self) -> Common<'_, ProbeUnit> {
+        Common { name: "probes", shares: &self.shares, part: (), tally: &self.tally, bells: None }
     }
 
-    fn shares(&self) -> &Shares<ProbeUnit> {
-        &self.shares
+    fn offer(&self) -> Offer {
+        Offer { max_ring_size: 8, ..Offer::new(0, self.workers.len() as u16) }
     }
 
-    fn part(&self) {}
-
-    fn tally(&self) -> &IotlbTally {
-        &self.tally
-    }
-
-    fn features(&self) -> u64 {
-        0
-    }
-
-    fn queues(&self) -> u16 {
-        self.workers.len() as u16
-    }
-
-    fn max_ring_size(&self) -> u16 {
-        8
-    }
-
-    fn start(
-        &mut self,
-        ring: u16,
-        _: RingStart,
-        on: Connection<'_>,
-        _: bool,
-    ) -> Result<(), HandlerError> {
+    fn start(&mut self, ring: u16, on: RingStart) -> Result<(), HandlerError> {
         let endpoint = on.endpoint.expect("addresses are translated");
         let worker = &self.workers[usize::from(ring)];
         let probe = Probe::start(worker, self.shares.unit(), &endpoint, &on.memory, self.lie);
@@ -96,20 +72,11 @@ impl RawDevice for Probes {
 impl Rings for ProbeUnit {
     type Part = ();
 
-    fn enable(&mut self, _: (), _: u16, _: bool) {}
-    fn set_call(&mut self, _: (), _: u16, _: Option<Arc<Notifier>>) {}
-    fn set_err(&mut self, _: (), _: u16, _: Option<Arc<Notifier>>) {}
+    fn change(&mut self, _: (), _: u16, _: Change) {}
     fn set_memory(&mut self, _: (), _: &Arc<Memory>) {}
     fn set_log(&mut self, _: (), _: Option<&Arc<DirtyLog>>) {}
-    fn log_ring(&mut self, _: (), _: u16, _: Option<u64>) {}
 
-    fn relocate(
-        &mut self,
-        _: (),
-        _: u16,
-        _: RingAddresses,
-        _: &Arc<Memory>,
-    ) -> Result<(), HandlerError> {
+    fn relocate(&mut self, _: (), _: u16, _: RingAddresses) -> Result<(), HandlerError> {
         Ok(())
     }
 }

@@ -224,7 +224,7 @@ impl Viommu {
         let options = IommuOptions { device, unit: IOMMU_UNIT };
         let mut backend = Iommu::new(Arc::new(endpoints), options, Arc::clone(workers)).connect();
 
-        let offer = backend.features();
+        let offer = backend.offer().features;
         let features = driver::negotiate_proposed(offer, Features::PROPOSED);
         backend.set_features(features.bits() | F_VERSION_1 | F_EVENT_IDX).unwrap();
         backend.set_memory(Arc::clone(memory)).unwrap();

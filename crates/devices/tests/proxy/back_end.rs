@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use ringfence_mem::{Access, Memory, Translate, UserAddresses};
 use ringfence_run::{PeerFd, event, notifier::Notifier};
 use ringfence_vhost_user::{
-    Handler, HandlerError, ProtocolFeatures, RingAddresses, RingSetup, Server, Shutdown,
+    Handler, HandlerError, Offer, ProtocolFeatures, RingAddresses, RingSetup, Server, Shutdown,
     msg::{Header, code},
 };
 use ringfence_virtq::{
@@ -183,20 +183,13 @@ impl Handler for Scripted {
         *self.seen.connection.lock() = Some(connection);
     }
 
-    fn features(&self) -> u64 {
-        self.features
-    }
-
-    fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::REPLY_ACK | ProtocolFeatures::MQ | ProtocolFeatures::CONFIG
+    fn offer(&self) -> Offer {
+        use ProtocolFeatures as P;
+        Offer { protocol: P::REPLY_ACK | P::MQ | P::CONFIG, ..Offer::new(self.features, 1) }
     }
 
     fn config(&mut self, _: u32, _: &mut [u8]) -> Result<(), HandlerError> {
         Err(HandlerError::new("not now"))
-    }
-
-    fn queues(&self) -> u16 {
-        1
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {

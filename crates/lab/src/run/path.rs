@@ -226,7 +226,7 @@ impl Path for FilePath {
 
     fn wait(&mut self) -> Result<()> {
         if self.wait.step(&MonotonicClock, || None) == Next::Sleep {
-            self.io.wait(None).context("io_uring")?;
+            self.io.wait().context("io_uring")?;
         }
         Ok(())
     }

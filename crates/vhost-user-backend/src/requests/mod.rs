@@ -46,17 +46,10 @@ pub trait Serve: Send + Sized + 'static {
     }
     /// How many bytes of data it has moved in all.
     fn bytes(&self) -> u64;
-    /// Advances request `at` as far as possible: one that was taken from the ring, that has
+    /// Advances a request as far as possible: one that was taken from the ring, that has
     /// [completed](Self::completed), for which there was no room, or whose translation has come. A
     /// step that meets a missing translation has had no effect, or can be done again.
-    fn advance(
-        &mut self,
-        at: u16,
-        request: &mut Self::Request,
-        chain: &Chain,
-        bus: &Bus,
-        now_ns: u64,
-    ) -> Next;
+    fn advance(&mut self, request: &mut Self::Request, job: Job<'_>) -> Next;
     /// A request that can go on from where it was [`Busy`](Next::Busy), if there is one: its
     /// number, and whether the operation that it waited for has succeeded. `enough`: this round has
     /// moved as many bytes as it should.
@@ -129,6 +122,19 @@ pub trait Serve: Send + Sized + 'static {
     fn next_due(&self) -> Option<u64> {
         None
     }
+}
+
+/// What a request is advanced with.
+#[derive(Clone, Copy)]
+pub struct Job<'a> {
+    /// The request's number.
+    pub at: u16,
+    /// Its buffers.
+    pub chain: &'a Chain,
+    /// The way to memory.
+    pub bus: &'a Bus,
+    /// The time, in ns of the monotonic clock.
+    pub now_ns: u64,
 }
 
 /// The outcome of a step of a request.

@@ -27,7 +27,7 @@ use self::{
     stop::Order,
     wait::{Head, Wait},
 };
-use super::{Next, QueueError, QueueStats, Serve};
+use super::{Job, Next, QueueError, QueueStats, Serve};
 use crate::{Bus, RingLog};
 
 /// How many bytes one round moves before other queues have their turn: one of them may have an
@@ -67,11 +67,6 @@ pub struct Slot<R> {
 }
 
 impl<R> Slot<R> {
-    /// Its buffers.
-    pub fn chain(&self) -> &Chain {
-        &self.chain
-    }
-
     /// Whether it is done and waits for its turn to be completed.
     fn is_done(&self) -> bool {
         matches!(self.state, State::Done { .. })
@@ -256,26 +251,6 @@ impl<S: Serve> RequestQueue<S> {
         (!unknown).then(|| self.ring.next_avail())
     }
 
-    /// The ring, for its position.
-    pub fn ring(&self) -> &device::Queue {
-        &self.ring
-    }
-
-    /// How many requests wait for translations.
-    pub fn parked(&self) -> usize {
-        self.parked.len()
-    }
-
-    /// How many descriptors count towards the limit on large requests.
-    pub fn held(&self) -> usize {
-        self.held
-    }
-
-    /// The requests in progress, and room for others: as many as the ring has descriptors.
-    pub fn slots(&self) -> &[Slot<S::Request>] {
-        &self.slots
-    }
-
     /// Replaces the descriptor that interrupts are sent through.
     pub fn set_call(&mut self, call: Option<Arc<Notifier>>) {
         self.call = call;
@@ -382,11 +357,6 @@ impl<S: Serve> RequestQueue<S> {
             self.interrupt();
         }
         Ok(())
-    }
-
-    /// Whether the ring is not mapped now.
-    pub fn is_away(&self) -> bool {
-        self.away.is_some()
     }
 
     /// Keeps `memory`, which the bus is about to lose, for as long as the kernel moves data there.
@@ -504,8 +474,8 @@ impl<S: Serve> RequestQueue<S> {
         let slot = &mut self.slots[usize::from(at)];
         let since = slot.wait.as_ref().map_or(u64::MAX, |wait| wait.misses);
         let (serve, now_ns) = (&mut self.serve, self.now_ns);
-        let go_on = || serve.advance(at, &mut slot.request, &slot.chain, bus, now_ns);
-        match bus.since(since, go_on) {
+        let job = Job { at, chain: &slot.chain, bus, now_ns };
+        match bus.since(since, || serve.advance(&mut slot.request, job)) {
             Next::Done { ok, used } => self.finish(at, ok, used),
             Next::Busy => {}
             Next::Later => self.stall(at),
@@ -648,5 +618,43 @@ impl<S: Serve> RequestQueue<S> {
     /// Whether the last round ended because it had moved enough, so that there may be more to do.
     pub fn is_spent(&self) -> bool {
         self.serve.is_spent()
+    }
+}
+
+/// What tests look at.
+#[cfg(any(test, feature = "testing"))]
+impl<R> Slot<R> {
+    /// Its buffers.
+    pub fn chain(&self) -> &Chain {
+        &self.chain
+    }
+}
+
+/// What tests look at.
+#[cfg(any(test, feature = "testing"))]
+impl<S: Serve> RequestQueue<S> {
+    /// The ring, for its position.
+    pub fn ring(&self) -> &device::Queue {
+        &self.ring
+    }
+
+    /// How many requests wait for translations.
+    pub fn parked(&self) -> usize {
+        self.parked.len()
+    }
+
+    /// How many descriptors count towards the limit on large requests.
+    pub fn held(&self) -> usize {
+        self.held
+    }
+
+    /// The requests in progress, and room for others: as many as the ring has descriptors.
+    pub fn slots(&self) -> &[Slot<S::Request>] {
+        &self.slots
+    }
+
+    /// Whether the ring is not mapped now.
+    pub fn is_away(&self) -> bool {
+        self.away.is_some()
     }
 }

@@ -14,7 +14,7 @@ use ringfence_vhost_user::{HandlerError, InflightRegion, Shutdown};
 use ringfence_virtq::device;
 
 use super::{Reaper, RequestFigures, RequestQueue, RequestUnit, Serve, unit::Served};
-use crate::{Connection, Events, RingStart, Shares};
+use crate::{Common, Events, RingStart, Shares};
 
 /// How often to check whether a wait for a ring's end is given up.
 const LOOK: Duration = Duration::from_millis(10);
@@ -67,9 +67,10 @@ impl<S: Serve> RequestRings<S> {
         &self.shares
     }
 
-    /// The bells that wake workers waiting for translations.
-    pub fn bells(&self) -> &Bells {
-        &self.bells
+    /// What a [`Backend`](crate::Backend) needs to know of the device at any time.
+    pub fn common(&self) -> Common<'_, RequestUnit<S>> {
+        let (name, tally, bells) = (&*self.name, &self.figures.iotlb, Some(&*self.bells));
+        Common { name, shares: &self.shares, part: (), tally, bells }
     }
 
     /// Sets where requests in progress are recorded, from the next start of a ring on; `None`:
@@ -86,10 +87,10 @@ impl<S: Serve> RequestRings<S> {
         &self,
         ring: u16,
         start: RingStart,
-        on: Connection<'_>,
         serve: impl FnOnce(u16) -> Result<S, HandlerError>,
     ) -> Result<(), HandlerError> {
-        let RingStart { config, events: Events { kick, call, err }, enabled, log, at_used } = start;
+        let RingStart { memory, endpoint, config, enabled, log, at_used, .. } = start;
+        let Events { kick, call, err } = start.events;
         if at_used && self.inflight.is_none() {
             return Err(HandlerError::new("the ring's requests in flight are unknown"));
         }
@@ -108,7 +109,7 @@ impl<S: Serve> RequestRings<S> {
         let served = Served::new(ring, queue, kick, err, enabled);
         let (name, number, figures) =
             (Arc::clone(&self.name), self.shares.unit(), Arc::clone(&self.figures));
-        let (bells, memory, endpoint) = (Arc::clone(&self.bells), on.memory, on.endpoint);
+        let bells = Arc::clone(&self.bells);
         let (started, _) = self.shares.on_worker(ring.into(), move |work| {
             let mut start = Some(served);
             let started = || {

@@ -17,7 +17,7 @@ use ringfence_vhost_user::{HandlerError, RingAddresses};
 use ringfence_virtq::RingError;
 
 use super::{QueueError, QueueStats, Reaper, RequestFigures, RequestQueue, Serve};
-use crate::{Bus, Rings};
+use crate::{Bus, Change, Rings};
 
 /// A queue that has stopped, and its kick descriptor.
 pub type Stopped<S> = (RequestQueue<S>, Option<Kick>);
@@ -250,35 +250,6 @@ impl<S: Serve> RequestUnit<S> {
         self.find(index).map(|served| served.queue.serve_mut())
     }
 
-    /// Why a queue has stopped, if it has.
-    pub fn failure(&self, index: u16) -> Option<&QueueError> {
-        self.get(index)?.failed.as_ref()
-    }
-
-    /// Whether a queue is being stopped.
-    pub fn is_stopping(&self, index: u16) -> bool {
-        self.get(index).is_some_and(|served| served.stopping.is_some())
-    }
-
-    /// How many requests a queue has taken and not completed.
-    pub fn under_way(&self, index: u16) -> u16 {
-        self.get(index).map_or(0, |served| served.queue.ring().in_flight())
-    }
-
-    /// How many requests of a queue the kernel has.
-    pub fn in_kernel(&self, index: u16) -> u32 {
-        self.get(index).map_or(0, |served| served.queue.in_kernel())
-    }
-
-    /// Whether a queue's ring is not mapped, so that the queue waits.
-    pub fn is_away(&self, index: u16) -> bool {
-        self.get(index).is_some_and(|served| served.queue.is_away())
-    }
-
-    fn get(&self, index: u16) -> Option<&Served<S>> {
-        self.queues.iter().find(|served| served.index == index)
-    }
-
     fn find(&mut self, index: u16) -> Option<&mut Served<S>> {
         self.queues.iter_mut().find(|served| served.index == index)
     }
@@ -287,21 +258,16 @@ impl<S: Serve> RequestUnit<S> {
 impl<S: Serve> Rings for RequestUnit<S> {
     type Part = ();
 
-    fn enable(&mut self, _: (), index: u16, enabled: bool) {
-        if let Some(served) = self.find(index) {
-            served.enabled = enabled;
-        }
-    }
-
-    fn set_call(&mut self, _: (), index: u16, call: Option<Arc<Notifier>>) {
-        if let Some(served) = self.find(index) {
-            served.queue.set_call(call);
-        }
-    }
-
-    fn set_err(&mut self, _: (), index: u16, err: Option<Arc<Notifier>>) {
-        if let Some(served) = self.find(index) {
-            served.err = err;
+    fn change(&mut self, _: (), index: u16, change: Change) {
+        let Some(served) = self.find(index) else { return };
+        match change {
+            Change::Enabled(enabled) => served.enabled = enabled,
+            Change::Call(call) => served.queue.set_call(call),
+            Change::Err(err) => served.err = err,
+            Change::Log(at) => {
+                let (log, ring) = served.queue.log();
+                log.set_at(ring, at);
+            }
         }
     }
 
@@ -334,28 +300,15 @@ impl<S: Serve> Rings for RequestUnit<S> {
         }
     }
 
-    fn log_ring(&mut self, _: (), index: u16, at: Option<u64>) {
-        if let Some(served) = self.find(index) {
-            let (ring_log, ring) = served.queue.log();
-            ring_log.set_at(ring, at);
-        }
-    }
-
-    fn relocate(
-        &mut self,
-        _: (),
-        index: u16,
-        to: RingAddresses,
-        memory: &Arc<Memory>,
-    ) -> Result<(), HandlerError> {
-        let through_iommu = matches!(self.bus, Bus::Iommu(_));
+    fn relocate(&mut self, _: (), index: u16, to: RingAddresses) -> Result<(), HandlerError> {
         let Some(served) = self.queues.iter_mut().find(|served| served.index == index) else {
             return Ok(());
         };
         served.queue.relocate(to.desc, to.avail, to.used);
         // Behind an IOMMU it is found when it is mapped.
-        if !through_iommu
-            && let Err(error) = served.queue.move_to(&UserAddresses::new(Arc::clone(memory)))
+        if let Bus::Physical(physical) = &self.bus
+            && let Err(error) =
+                served.queue.move_to(&UserAddresses::new(Arc::clone(physical.memory())))
         {
             served.fail(&self.shared, error);
             return Err(QueueError::Moved.into());
@@ -458,5 +411,38 @@ impl<S: Serve> Unit for RequestUnit<S> {
 
     fn online(&mut self) {
         self.bus.online();
+    }
+}
+
+/// What tests look at.
+#[cfg(any(test, feature = "testing"))]
+impl<S: Serve> RequestUnit<S> {
+    /// Why a queue has stopped, if it has.
+    pub fn failure(&self, index: u16) -> Option<&QueueError> {
+        self.get(index)?.failed.as_ref()
+    }
+
+    /// Whether a queue is being stopped.
+    pub fn is_stopping(&self, index: u16) -> bool {
+        self.get(index).is_some_and(|served| served.stopping.is_some())
+    }
+
+    /// How many requests a queue has taken and not completed.
+    pub fn under_way(&self, index: u16) -> u16 {
+        self.get(index).map_or(0, |served| served.queue.ring().in_flight())
+    }
+
+    /// How many requests of a queue the kernel has.
+    pub fn in_kernel(&self, index: u16) -> u32 {
+        self.get(index).map_or(0, |served| served.queue.in_kernel())
+    }
+
+    /// Whether a queue's ring is not mapped, so that the queue waits.
+    pub fn is_away(&self, index: u16) -> bool {
+        self.get(index).is_some_and(|served| served.queue.is_away())
+    }
+
+    fn get(&self, index: u16) -> Option<&Served<S>> {
+        self.queues.iter().find(|served| served.index == index)
     }
 }

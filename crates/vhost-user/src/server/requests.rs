@@ -39,14 +39,14 @@ impl<H: Handler> Server<H> {
         let value = |field, value, must| WireError::Value { request: code, field, value, must };
         let state = |why| WireError::State { request: code, why };
         match request {
-            Request::GetFeatures => return word(self.offered),
-            Request::GetProtocolFeatures => return word(self.offered_protocol.bits()),
-            Request::GetQueueNum => return word(self.handler.queue_num().into()),
+            Request::GetFeatures => return word(self.offer.features),
+            Request::GetProtocolFeatures => return word(self.offer.protocol.bits()),
+            Request::GetQueueNum => return word(self.offer.queue_num.into()),
             Request::GetMaxMemSlots => return word(Memory::MAX_REGIONS as u64),
             Request::SetFeatures(features) => self.set_features(features)?,
             Request::SetProtocolFeatures(features) => {
-                if !self.offered_protocol.contains(features) {
-                    let beyond = features.difference(self.offered_protocol).bits();
+                if !self.offer.protocol.contains(features) {
+                    let beyond = features.difference(self.offer.protocol).bits();
                     let field = "protocol features beyond those offered";
                     return Err(value(field, beyond, "0".to_owned()).into());
                 }
@@ -84,7 +84,7 @@ impl<H: Handler> Server<H> {
             }
             Request::SetVringNum { ring, num } => {
                 let ring = self.ring(code, ring)?;
-                let (packed, most) = (self.is_packed(), self.handler.max_ring_size());
+                let (packed, most) = (self.is_packed(), self.offer.max_ring_size);
                 let size = u16::try_from(num).unwrap_or(0);
                 let fits = size != 0 && size <= most;
                 if !fits || !(packed || size.is_power_of_two()) {
@@ -376,7 +376,7 @@ impl<H: Handler> Server<H> {
     /// SET_FEATURES. Only F_LOG_ALL may change while a ring runs; it holds once there is a log.
     fn set_features(&mut self, features: u64) -> Result<(), Failure> {
         let request = code::SET_FEATURES;
-        let value = features & !(self.offered | self.handler.tolerated());
+        let value = features & !(self.offer.features | self.offer.tolerated);
         if value != 0 {
             let field = "features beyond those offered";
             return Err(WireError::Value { request, field, value, must: "0".to_owned() }.into());
@@ -420,7 +420,7 @@ impl<H: Handler> Server<H> {
 
     /// Checks the number and the size of the queues that an in-flight region is for.
     fn inflight_shape(&self, request: u32, place: &Inflight) -> Result<Inflight, WireError> {
-        let (rings, most) = (self.rings.len(), self.handler.max_ring_size().into());
+        let (rings, most) = (self.rings.len(), self.offer.max_ring_size.into());
         for (field, value, most) in
             [("queues", place.queues.into(), rings), ("queue size", place.size.into(), most)]
         {

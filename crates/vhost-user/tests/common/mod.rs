@@ -6,7 +6,7 @@ use ringfence_run::{Closer, PeerFd};
 use ringfence_vhost_user::msg::{Header, Request};
 use ringfence_vhost_user::{
     BackendChannel, ConfigWrite, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError,
-    InflightRegion, Iotlb, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
+    InflightRegion, Iotlb, Offer, ProtocolFeatures, RingAddresses, RingSetup, ServeError, Server,
     WireError,
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -120,20 +120,13 @@ impl Device {
 }
 
 impl Handler for Device {
-    fn features(&self) -> u64 {
-        self.features
-    }
-    fn tolerated(&self) -> u64 {
-        self.tolerated
-    }
-    fn protocol_features(&self) -> ProtocolFeatures {
-        self.protocol
-    }
-    fn queues(&self) -> u16 {
-        2
-    }
-    fn max_ring_size(&self) -> u16 {
-        1024
+    fn offer(&self) -> Offer {
+        Offer {
+            tolerated: self.tolerated,
+            protocol: self.protocol,
+            max_ring_size: 1024,
+            ..Offer::new(self.features, 2)
+        }
     }
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         self.note(Event::Features(features))

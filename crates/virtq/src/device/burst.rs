@@ -2,9 +2,8 @@
 
 use crate::{Chain, ChainFault, Desc};
 
-/// Chains that [`pop_burst`](super::Queue::pop_burst) took, their buffers one after the other. Made
-/// once and refilled by every burst; or a queue of chains that are taken and not given back, to
-/// which [`pop_more`](super::Queue::pop_more) appends.
+/// A queue of chains that are taken and not given back, their buffers one after the other, to which
+/// [`pop_more`](super::Queue::pop_more) appends. Made once, and refilled.
 #[derive(Clone, Debug, Default)]
 pub struct Burst {
     descs: Vec<Desc>,
@@ -19,8 +18,6 @@ pub struct Burst {
 #[derive(Clone, Copy, Debug)]
 struct Part {
     head: u16,
-    /// How many descriptors of the ring it takes.
-    count: u16,
     from: u32,
     /// The end of the buffers that the device reads.
     readable: u32,
@@ -41,7 +38,6 @@ impl Part {
 #[derive(Clone, Copy, Debug)]
 pub struct Taken<'b> {
     head: u16,
-    count: u16,
     descs: &'b [Desc],
     readable: usize,
 }
@@ -51,12 +47,6 @@ impl<'b> Taken<'b> {
     #[inline]
     pub fn head(&self) -> u16 {
         self.head
-    }
-
-    /// How many descriptors of the ring it takes, as [`Chain::count`].
-    #[inline]
-    pub fn count(&self) -> u16 {
-        self.count
     }
 
     /// All buffers: those that the device reads, then those that it writes.
@@ -106,13 +96,6 @@ impl Burst {
         self.len() == 0
     }
 
-    /// The buffers of all chains, one after the other: to look up their translations at once.
-    #[inline]
-    pub fn descs(&self) -> &[Desc] {
-        let from = self.chains.get(self.first).map_or(self.descs.len(), |part| part.from as usize);
-        &self.descs[from..]
-    }
-
     /// Chain `index`, in the order of the ring; `None` behind the last.
     #[inline]
     pub fn get(&self, index: usize) -> Option<Taken<'_>> {
@@ -135,7 +118,7 @@ impl Burst {
     fn taken(&self, part: &Part) -> Taken<'_> {
         let descs = &self.descs[part.from as usize..part.to as usize];
         let readable = (part.readable - part.from) as usize;
-        Taken { head: part.head, count: part.count, descs, readable }
+        Taken { head: part.head, descs, readable }
     }
 
     /// Makes it empty; keeps its allocations.
@@ -194,17 +177,17 @@ impl Burst {
         let from = self.descs.len() as u32;
         let (readable, to) = (from + u32::from(!write), from + 1);
         self.descs.push(desc);
-        self.chains.push(Part { head, count: 1, from, readable, to });
+        self.chains.push(Part { head, from, readable, to });
         Ok(())
     }
 
     /// Appends the chain that `self.chain` holds.
     pub(super) fn push_chain(&mut self) {
-        let Chain { head, count, readable, ref descs, .. } = self.chain;
+        let Chain { head, readable, ref descs, .. } = self.chain;
         let from = self.descs.len() as u32;
         self.descs.extend_from_slice(descs);
         let to = self.descs.len() as u32;
-        self.chains.push(Part { head, count, from, readable: from + readable, to });
+        self.chains.push(Part { head, from, readable: from + readable, to });
     }
 }
 
@@ -261,15 +244,15 @@ mod tests {
                     Step::One(addr) => {
                         let desc = Desc { addr, len: 7, write: at % 2 == 0 };
                         burst.push(head, 0, desc).unwrap();
-                        plain.push_back((head, 1, vec![desc]));
+                        plain.push_back((head, vec![desc]));
                     }
                     Step::Many(count) => {
                         burst.chain.clear();
-                        (burst.chain.head, burst.chain.count) = (head, 9);
+                        burst.chain.head = head;
                         let descs = vec![Desc::readable(at as u64, 3); count];
                         descs.iter().for_each(|&desc| burst.chain.push(0, desc).unwrap());
                         burst.push_chain();
-                        plain.push_back((head, 9, descs));
+                        plain.push_back((head, descs));
                     }
                     Step::Forget(count) => {
                         burst.forget(count);
@@ -291,12 +274,12 @@ mod tests {
                 prop_assert_eq!(burst.len(), plain.len());
                 prop_assert!(burst.chains.len() <= plain.len() + SLACK);
             }
-            let all: Vec<Desc> = plain.iter().flat_map(|(_, _, descs)| descs.clone()).collect();
-            prop_assert_eq!(burst.descs(), &all[..]);
-            prop_assert!(burst.heads().eq(plain.iter().map(|&(head, ..)| head)));
-            for (at, (head, count, descs)) in plain.iter().enumerate() {
+            let all: Vec<Desc> = plain.iter().flat_map(|(_, descs)| descs.clone()).collect();
+            prop_assert_eq!(burst.descs(), all);
+            prop_assert!(burst.heads().eq(plain.iter().map(|&(head, _)| head)));
+            for (at, (head, descs)) in plain.iter().enumerate() {
                 let taken = burst.get(at).unwrap();
-                prop_assert_eq!((taken.head(), taken.count()), (*head, *count));
+                prop_assert_eq!(taken.head(), *head);
                 prop_assert_eq!(taken.descs(), &descs[..]);
                 prop_assert!(taken.readable().iter().all(|desc| !desc.write));
                 prop_assert!(taken.writable().iter().all(|desc| desc.write));

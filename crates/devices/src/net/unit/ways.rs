@@ -8,7 +8,7 @@ use super::{
         outlet::Outlet,
         probe::Probe,
         ring::NetRing,
-        round::{BusRing, Lane, Terms, Timeouts, discard},
+        round::{BusRing, Lane, Now, Terms, discard},
         stats::Lost,
     },
     End,
@@ -43,90 +43,96 @@ pub(super) fn receiver(rings: &mut [Option<Box<NetRing>>], pair: usize) -> Optio
     rings[at].as_deref_mut()
 }
 
+/// The packets of a transmit ring are dropped. True if there were any.
+fn drop_all(
+    lane: &mut Lane,
+    (ring, bus, terms): (&mut NetRing, &Bus, Terms),
+    why: Lost,
+    now: Now,
+) -> bool {
+    on!(bus, bus => discard(lane, &mut BusRing::source(ring, bus, terms), why, now))
+}
+
 /// One round of a transmit ring.
 fn round(
     lane: &mut Lane,
-    from: (&mut NetRing, &Bus, Terms),
+    (ring, bus, terms): (&mut NetRing, &Bus, Terms),
     to: Option<(&mut NetRing, &Bus, Terms)>,
-    updates: (u64, u64),
-    now_ns: u64,
-    timeouts: Timeouts,
+    now: Now,
+    most_ns: u64,
 ) -> bool {
-    let (ring, bus, terms) = from;
+    if ring.failed {
+        lane.end(now.ns);
+        return false;
+    }
     match to {
-        _ if ring.failed => {
-            lane.end(now_ns);
-            false
+        Some((target, target_bus, target_terms)) if ring.enabled => {
+            on!(bus, src => on!(target_bus, dst => {
+                let mut src = BusRing::source(ring, src, terms);
+                let mut dst = BusRing::target(target, dst, target_terms);
+                forward(lane, &mut src, &mut dst, now, most_ns)
+            }))
         }
-        // A ring that is started and disabled is emptied without effect (rule D28).
-        _ if !ring.enabled => {
-            lane.pause(now_ns);
-            on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, updates, now_ns))
+        _ => {
+            lane.pause(now.ns);
+            // A ring that is started and disabled is emptied without effect (rule D28).
+            let why = if ring.enabled { Lost::NoReceiver } else { Lost::Disabled };
+            drop_all(lane, (ring, bus, terms), why, now)
         }
-        None => {
-            lane.pause(now_ns);
-            on!(bus, bus => discard(lane, (ring, bus), Lost::NoReceiver, updates, now_ns))
-        }
-        Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
-            let mut src = BusRing::source(ring, src, terms);
-            let mut dst = BusRing::target(target, dst, target_terms);
-            forward(lane, &mut src, &mut dst, updates, now_ns, timeouts)
-        })),
     }
 }
 
 /// To the driver of another device, or back to the driver, on the same pair. True if anything was
 /// done.
-pub(super) fn between(from: &mut End, mut to: Option<&mut End>, now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = from else {
+pub(super) fn between(from: &mut End, mut to: Option<&mut End>, ns: u64) -> bool {
+    let End { bus: Some(bus), terms, receive, transmit, lanes } = from else {
         return false;
     };
     let (bus, mut busy) = (&*bus, false);
     for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
         let Some(ring) = transmit.as_deref_mut() else { continue };
-        let (target, target_bus, target_terms, timeouts) = match &mut to {
+        let (target, target_bus, target_terms, most_ns) = match &mut to {
             None => {
                 let same = receive[pair].as_deref_mut().filter(|ring| ring.works());
-                (same, Some(bus), *terms, Timeouts::with_itself(*timeout_ns))
+                (same, Some(bus), *terms, u64::MAX)
             }
-            Some(End { bus, terms, receive, .. }) => {
-                let timeouts = Timeouts::with_another(*timeout_ns);
-                (receiver(receive, pair), bus.as_ref(), *terms, timeouts)
+            Some(other) => {
+                let target = receiver(&mut other.receive, pair);
+                (target, other.bus.as_ref(), other.terms, terms.anothers_ns())
             }
         };
         let updates = (bus.updates(), target_bus.map_or(0, Bus::updates));
         let target = target.zip(target_bus).map(|(ring, bus)| (ring, bus, target_terms));
-        busy |= round(lane, (ring, bus, *terms), target, updates, now_ns, timeouts);
+        busy |= round(lane, (ring, bus, *terms), target, Now { updates, ns }, most_ns);
     }
     busy
 }
 
 /// To and from a tap device. True if anything was done.
 pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = end else {
+    let End { bus: Some(bus), terms, receive, transmit, lanes } = end else {
         return false;
     };
-    let (bus, terms, timeout_ns) = (&*bus, *terms, *timeout_ns);
+    let (bus, terms) = (&*bus, *terms);
     let mut busy = false;
     for (pair, outlet) in outlets.iter_mut().enumerate() {
         let lane = &mut lanes[pair];
         match transmit[pair].as_deref_mut().filter(|ring| !ring.failed) {
             Some(ring) if ring.enabled => {
                 busy |= on!(bus, bus => {
-                    outlet.send(lane, &mut BusRing::source(ring, bus, terms), now_ns, timeout_ns)
+                    outlet.send(lane, &mut BusRing::source(ring, bus, terms), now_ns)
                 });
             }
             Some(ring) => {
-                let updates = (bus.updates(), bus.updates());
-                busy |=
-                    on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, updates, now_ns));
+                let now = Now { updates: (bus.updates(), bus.updates()), ns: now_ns };
+                busy |= drop_all(lane, (ring, bus, terms), Lost::Disabled, now);
             }
             None => lane.end(now_ns),
         }
         match receive[pair].as_deref_mut().filter(|ring| ring.works()) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    outlet.take_in(&mut BusRing::target(ring, bus, terms), now_ns, timeout_ns)
+                    outlet.take_in(&mut BusRing::target(ring, bus, terms), now_ns)
                 });
             }
             None => outlet.has_no_ring(now_ns),
@@ -137,17 +143,17 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
 
 /// Nowhere, and from nowhere. True if anything was done.
 pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = end else {
+    let End { bus: Some(bus), terms, receive, transmit, lanes } = end else {
         return false;
     };
-    let (bus, terms, timeout_ns) = (&*bus, *terms, *timeout_ns);
+    let (bus, terms) = (&*bus, *terms);
     let mut busy = false;
     for (pair, probe) in probes.iter_mut().enumerate() {
         let lane = &mut lanes[pair];
         match transmit[pair].as_deref_mut().filter(|ring| ring.works()) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    probe.swallow(lane, &mut BusRing::source(ring, bus, terms), now_ns, timeout_ns)
+                    probe.swallow(lane, &mut BusRing::source(ring, bus, terms), now_ns)
                 });
             }
             None => lane.end(now_ns),
@@ -155,7 +161,7 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
         match receive[pair].as_deref_mut().filter(|ring| ring.works()) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    probe.emit(&mut BusRing::target(ring, bus, terms), now_ns, timeout_ns)
+                    probe.emit(&mut BusRing::target(ring, bus, terms), now_ns)
                 });
             }
             None => probe.inward.end(now_ns),

@@ -4,7 +4,9 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_mem::{AccessError, Translate};
-use ringfence_vhost_user::{InflightRegion, PackedDescriptor, PackedInflight, SplitInflight};
+use ringfence_vhost_user::{
+    InflightRegion, PackedBuffer, PackedDescriptor, PackedInflight, SplitInflight,
+};
 use ringfence_virtq::{
     Area, Chain, Desc, RingError,
     device::{self, Stored},
@@ -36,7 +38,7 @@ pub(super) struct Recorded {
 /// A chain that an earlier process took.
 enum Again {
     Head(u16),
-    Packed { slot: u16, id: u16, descs: Vec<Desc>, table: Option<(u64, u32)> },
+    Packed(PackedBuffer),
 }
 
 /// The base of a packed ring of which all is in flight, at the beginning of every second lap: used
@@ -89,10 +91,7 @@ impl Recorded {
                 let (queue, size) = (self.queue, config.size);
                 let (inflight, buffers) =
                     self.region.packed(queue, size, ring.next_avail(), flags_at)?;
-                self.again = buffers
-                    .into_iter()
-                    .map(|buffer| again(buffer.slot, &buffer.descriptors))
-                    .collect();
+                self.again = buffers.into_iter().map(Again::Packed).collect();
                 let base = match inflight.base() {
                     // Front ends send this for an empty ring (see `RingConfig::base`). So the used
                     // position is passed twice; what is taken again moves the other.
@@ -116,12 +115,19 @@ impl Recorded {
     ) -> Option<Result<u16, RingError>> {
         let taken = match self.again.front()? {
             Again::Head(head) => ring.take_head(mem, *head, chain).map(|()| NO_ENTRY),
-            Again::Packed { slot, id, descs, table } => {
-                let stored = match *table {
-                    Some((addr, len)) => Stored::Table { addr, len },
-                    None => Stored::Buffers(descs),
+            Again::Packed(PackedBuffer { slot, descriptors }) => {
+                let descs: Vec<Desc> = descriptors.iter().map(buffer).collect();
+                let stored = match descriptors[..] {
+                    [PackedDescriptor { addr, len, flags, .. }]
+                        if flags & layout::DESC_F_INDIRECT != 0 =>
+                    {
+                        Stored::Table { addr, len }
+                    }
+                    _ => Stored::Buffers(&descs),
                 };
-                ring.take_stored(mem, *id, stored, chain).map(|()| *slot)
+                // The driver's id is in the last of them.
+                let id = descriptors.last().map_or(0, |desc| desc.id);
+                ring.take_stored(mem, id, stored, chain).map(|()| *slot)
             }
         };
         if taken.is_ok() {
@@ -232,18 +238,8 @@ fn unreachable(area: Area, addr: u64, error: AccessError) -> RingError {
     RingError::Unreachable { area, addr, error }
 }
 
-fn again(slot: u16, descriptors: &[PackedDescriptor]) -> Again {
-    let table = match descriptors {
-        [only] if only.flags & layout::DESC_F_INDIRECT != 0 => Some((only.addr, only.len)),
-        _ => None,
-    };
-    let descs = descriptors.iter().map(|desc| {
-        let write = desc.flags & layout::DESC_F_WRITE != 0;
-        Desc { addr: desc.addr, len: desc.len, write }
-    });
-    // The driver's id is in the last of them.
-    let id = descriptors.last().map_or(0, |desc| desc.id);
-    Again::Packed { slot, id, descs: descs.collect(), table }
+fn buffer(desc: &PackedDescriptor) -> Desc {
+    Desc { addr: desc.addr, len: desc.len, write: desc.flags & layout::DESC_F_WRITE != 0 }
 }
 
 impl<S: Serve> RequestQueue<S> {
