@@ -3,24 +3,22 @@
 use std::{
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::{Arc, atomic::Ordering},
+    sync::Arc,
     time::Duration,
 };
 
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
-    blk::{self, BlkOptions, make_rings},
+    blk::{BlkOptions, make_rings},
     disk::{Disk, DiskBuffers, Image, ImageError, ImageOptions},
 };
 use ringfence_iotlb::IotlbConfig;
-use ringfence_run::{PeerFd, worker::Worker};
-use ringfence_vhost_user::Server;
-use ringfence_vhost_user_backend::requests::{QueueStats, RequestFigures, Serve};
 use ringfence_virtq::blk::ID_BYTES;
 
 use crate::{
-    serve::{self, Connection, Options, Page, Service},
+    device::{Device, DeviceKind, Devices},
+    serve::{self, Options},
     usage,
 };
 
@@ -110,18 +108,17 @@ pub(crate) fn open(path: &Path, how: ImageOptions) -> Result<Image> {
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments { service, image: path, read_only, direct, share_image, queues, .. } = &arguments;
-    let begun = serve::begin(&service.common, "blk", 1)?;
+    let begun = serve::begin(&service.common, "blk", &[service.socket.as_deref()])?;
     let how = ImageOptions {
         read_only: *read_only,
         direct: *direct,
         wait: LOCK_WAIT,
         hand_over: *share_image,
         buffers: arguments.disk_buffers,
-        reader: begun.socket(0, service.socket.as_deref()).as_deref().map(serve::reader),
+        reader: begun.socket(0).as_deref().map(serve::reader),
     };
     let image = open(path, how)?;
-    let paths: Vec<&Path> = service.socket.as_deref().into_iter().collect();
-    let ready = serve::open(begun, &service.common, &paths, usize::from(*queues), || {
+    let ready = serve::open(begun, usize::from(*queues), || {
         make_rings(&image, *queues).context("io_uring")
     })?;
     let workers = ready.workers("blk", *queues)?;
@@ -133,60 +130,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..BlkOptions::new(disk, &arguments.id, *queues)
     };
     let image = path.display().to_string();
-    serve::run(ready, Blk { image, options, workers })
-}
-
-struct Blk {
-    image: String,
-    options: BlkOptions,
-    workers: Arc<[Worker]>,
-}
-
-impl Service for Blk {
-    fn name(&self) -> &'static str {
-        "blk"
-    }
-
-    fn connect(&self, _: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
-        let backend = blk::Blk::backend(self.options.clone(), Arc::clone(&self.workers));
-        Ok(Box::new(Server::new(stream, backend)))
-    }
-
-    fn left(&self) -> Vec<(String, usize)> {
-        let rings = self.options.figures.stuck();
-        let releasing = matches!(&self.options.disk, Disk::File(image) if image.is_releasing());
-        if rings > 0 || releasing { vec![(self.image.clone(), rings)] } else { Vec::new() }
-    }
-
-    fn figures(&self, page: &mut Page) {
-        let own = &*self.options.figures;
-        figures(page, &[(String::new(), own)]);
-        serve::iotlb_figures(page, &own.iotlb.totals());
-    }
-}
-
-/// The metrics of block devices, except those of their IOTLBs. A queue is named by its device and
-/// its number.
-pub(crate) fn figures<S: Serve>(page: &mut Page, devices: &[(String, &RequestFigures<S>)]) {
-    type Read = fn(&QueueStats) -> u64;
-    for (name, help, of) in [
-        ("requests_total", "Requests completed.", (|q| q.requests) as Read),
-        ("failed_requests_total", "Requests completed with an error.", |q| q.failed),
-        ("bytes_total", "Bytes of data moved.", |q| q.bytes),
-        ("interrupts_total", "Notifications of the driver.", |q| q.interrupts),
-        ("waits_total", "Times that a request waited for a translation.", |q| q.parked),
-        ("ring_away_total", "Times that a ring was not mapped.", |q| q.away),
-        ("ring_full_total", "Times that a ring was not read further for a while.", |q| q.full),
-    ] {
-        let queues = devices.iter().flat_map(|(device, figures)| {
-            let queues = (0..).zip(figures.queues());
-            queues.map(move |(queue, stats): (u16, _)| (format!("{device}{queue}"), of(&stats)))
-        });
-        page.many(name, help, "queue", queues);
-    }
-    let all = || devices.iter().map(|(_, figures)| figures);
-    let failures: u64 = all().map(|figures| figures.failures.load(Ordering::Relaxed)).sum();
-    page.one("ring_failures_total", "Rings that stopped because of an error.", failures);
-    let stuck: usize = all().map(|figures| figures.stuck()).sum();
-    page.one("stuck_rings", "Rings that were stopped and whose I/O has not ended.", stuck);
+    let kind = DeviceKind::Blk { options, image, workers };
+    let devices = vec![Device { prefix: String::new(), kind }];
+    serve::run(ready, Devices { name: "blk", devices })
 }

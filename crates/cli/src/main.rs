@@ -3,6 +3,7 @@
 
 mod blk;
 mod conformance;
+mod device;
 mod doctor;
 mod guard;
 #[cfg(feature = "lab")]

@@ -1,18 +1,15 @@
 //! `ringfence net`: a network device for vhost-user front ends.
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-    sync::Arc,
-};
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_devices::net::{Link, Lost, Net, NetOptions, QueueCounters, Tap};
-use ringfence_run::PeerFd;
-use ringfence_vhost_user::Server;
+use ringfence_devices::net::{Link, Net, NetOptions, Tap};
 
-use crate::serve::{self, Connection, Page, Service};
+use crate::{
+    device::{Device, DeviceKind, Devices},
+    serve,
+};
 
 /// A network device for virtual machines, over vhost-user.
 ///
@@ -78,22 +75,20 @@ fn address(text: &str) -> Result<[u8; 6], String> {
     }
 }
 
-struct Serving(Arc<Net>);
-
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments { service, loopback: _, probe, peer, tap, queues, mac, mtu, iotlb } = arguments;
-    let begun = serve::begin(&service.common, "net", 1 + usize::from(peer.is_some()))?;
+    let sockets = [service.socket.as_deref(), peer.as_deref()];
+    let sockets = &sockets[..1 + usize::from(peer.is_some())];
+    let begun = serve::begin(&service.common, "net", sockets)?;
     let link = match (&tap, &peer) {
         (Some(name), _) => Link::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
         (None, Some(_)) => Link::Peer,
         (None, None) if probe => Link::Probe,
         (None, None) => Link::Loopback,
     };
-    let sockets = [service.socket.as_deref(), peer.as_deref()];
-    let paths: Vec<&Path> = sockets.into_iter().flatten().collect();
     // A pair has two rings; the control queue adds one for each device.
     let rings = link.ends() * (2 * usize::from(queues) + 1);
-    let ready = serve::open(begun, &service.common, &paths, rings, || Ok(()))?;
+    let ready = serve::open(begun, rings, || Ok(()))?;
     // A device may receive on any pair what the other sends on one: with one worker, all pairs are
     // within its reach.
     let workers = match (&link, service.common.workers) {
@@ -109,60 +104,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..NetOptions::new("net", link)
     };
     let net = Net::new(options, workers).context("preparing the device")?;
-    serve::run(ready, Serving(net))
-}
-
-impl Service for Serving {
-    fn name(&self) -> &'static str {
-        "net"
-    }
-
-    fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
-        Ok(Box::new(Server::new(stream, self.0.connect(socket))))
-    }
-
-    fn figures(&self, page: &mut Page) {
-        let Serving(net) = self;
-        let ends = 0..net.options().link.ends();
-        let ends: Vec<_> = ends.map(|end| (format!("{end}."), &**net, end)).collect();
-        figures(page, &ends);
-        let totals = ends.iter().map(|(_, net, end)| net.iotlb(*end));
-        serve::iotlb_figures(page, &totals.fold(Default::default(), |sum, totals| sum + totals));
-    }
-}
-
-/// The metrics of network devices, each with its name and the number of its end, except those of
-/// their IOTLBs. A queue is named by its device and the number of its ring.
-pub(crate) fn figures(page: &mut Page, devices: &[(String, &Net, usize)]) {
-    let of = |read: &dyn Fn(&QueueCounters) -> u64| {
-        let mut queues = Vec::new();
-        for (device, net, end) in devices {
-            let counters = net.counters(*end).iter().enumerate();
-            queues
-                .extend(counters.map(|(ring, counted)| (format!("{device}{ring}"), read(counted))));
-        }
-        queues
-    };
-    for (name, help, read) in [
-        (
-            "net_packets_total",
-            "Packets by queue: device, and ring (even: received by the driver, odd: sent).",
-            &QueueCounters::packets as &dyn Fn(&QueueCounters) -> u64,
-        ),
-        ("net_bytes_total", "Their bytes.", &QueueCounters::bytes),
-        (
-            "net_queue_stops_total",
-            "Queues that were stopped because their driver broke the rules.",
-            &QueueCounters::stops,
-        ),
-    ] {
-        page.many(name, help, "queue", of(read));
-    }
-    for why in Lost::ALL {
-        let name = format!("net_lost_{why}_total");
-        let help = format!("Packets and buffers that were given back unused: {}.", why.reason());
-        page.many(&name, &help, "queue", of(&|counters| counters.lost(why)));
-    }
+    let devices = (0..net.options().link.ends()).map(|end| {
+        let kind = DeviceKind::Net { net: Arc::clone(&net), end, behind: None };
+        Device { prefix: format!("{end}."), kind }
+    });
+    serve::run(ready, Devices { name: "net", devices: devices.collect() })
 }
 
 #[cfg(test)]

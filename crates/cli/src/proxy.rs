@@ -1,19 +1,18 @@
 //! `ringfence proxy`: isolation of any vhost-user back end.
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-    sync::Arc,
-};
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use anyhow::{Context, Result};
-use clap::{Args, ValueEnum};
+use clap::{
+    Args,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 use ringfence_devices::proxy::{Connector, CopyBack, Proxy, ProxyOptions};
 use ringfence_run::{PeerFd, worker::Worker};
 use ringfence_vhost_user::Server;
 
 use crate::{
-    blk,
+    device::blk_figures,
     serve::{self, Connection, Page, Service},
 };
 
@@ -49,17 +48,16 @@ pub(crate) struct Arguments {
 
     /// What is copied to the guest when the back end has completed a request: as many bytes as it
     /// reports (used), or all that it could have written (all), for back ends that report too few
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Copied::Used)]
-    copy_back: Copied,
+    #[arg(long, value_name = "WHAT", default_value = "used", value_parser = copied())]
+    copy_back: CopyBack,
 
     #[command(flatten)]
     iotlb: serve::Iotlb<64, 600_000>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum Copied {
-    Used,
-    All,
+fn copied() -> impl TypedValueParser<Value = CopyBack> {
+    let named = PossibleValuesParser::new(["used", "all"]);
+    named.map(|name| if name == "all" { CopyBack::All } else { CopyBack::Used })
 }
 
 struct Serving {
@@ -71,20 +69,16 @@ struct Serving {
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Arguments { service, backend, queues, pool_size, copy_back, iotlb } = arguments;
-    let mut begun = serve::begin(&service.common, "proxy", 1)?;
+    let mut begun = serve::begin(&service.common, "proxy", &[service.socket.as_deref()])?;
     begun.connects = true;
-    let paths: Vec<&Path> = service.socket.as_deref().into_iter().collect();
     // Where it is now: the process may not look for it later.
     let backend = std::path::absolute(&backend).context("the back end's socket")?;
     // Each ring signals its driver, and the back end.
-    let ready = serve::open(begun, &service.common, &paths, 2 * usize::from(queues), || Ok(()))?;
+    let ready = serve::open(begun, 2 * usize::from(queues), || Ok(()))?;
     let workers = ready.workers("proxy", queues)?;
     let options = ProxyOptions {
         pool_size: u64::from(pool_size) << 20,
-        copy_back: match copy_back {
-            Copied::Used => CopyBack::Used,
-            Copied::All => CopyBack::All,
-        },
+        copy_back,
         iotlb: (!iotlb.no_iommu).then(|| iotlb.config()),
         ..ProxyOptions::new("proxy", queues)
     };
@@ -107,7 +101,7 @@ impl Service for Serving {
     }
 
     fn figures(&self, page: &mut Page) {
-        blk::figures(page, &[(String::new(), &*self.options.figures)]);
+        blk_figures(page, &[("", &*self.options.figures)]);
         serve::iotlb_figures(page, &self.options.figures.iotlb.totals());
         let (now, most) = self.connector.pool_bytes();
         page.one("proxy_pool_bytes", "Bytes of memory that the back end has.", now);

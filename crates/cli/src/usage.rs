@@ -1,16 +1,9 @@
 //! Usage errors, and the values that several commands take.
 
 /// A usage error, which is found before anything has run; the exit code is 2.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub(crate) struct Usage(pub(crate) String);
-
-impl std::fmt::Display for Usage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Usage {}
 
 /// A usage error with this text.
 pub(crate) fn wrong(text: impl Into<String>) -> anyhow::Error {

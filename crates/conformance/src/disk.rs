@@ -2,8 +2,8 @@
 
 use std::{os::unix::net::UnixStream, path::PathBuf, sync::Arc, time::Duration};
 
-use ringfence_mem::GuestRam;
-use ringfence_vhost_user::{F_ACCESS_PLATFORM, F_PROTOCOL_FEATURES, Frontend, ProtocolFeatures};
+use ringfence_mem::{GuestRam, Window};
+use ringfence_vhost_user::{F_ACCESS_PLATFORM, Frontend, ProtocolFeatures};
 use ringfence_virtio_iommu::kit::{ACCESS, Failed, Refused};
 use ringfence_virtq::{
     Desc, F_VERSION_1,
@@ -30,25 +30,32 @@ pub(super) struct Disk {
     front: Option<Frontend>,
     ring: Option<Ring>,
     ram: Arc<GuestRam>,
-    /// Where its own memory begins in `ram`.
-    offset: usize,
+    /// Its own memory, and the guest-physical address of that.
+    own: Window,
+    gpa: u64,
     /// What was last written to the first sector, or read from it.
     sector: [u8; ACCESS],
 }
 
 impl Disk {
-    pub(super) fn new(endpoint: u32, socket: PathBuf, ram: &Arc<GuestRam>, offset: usize) -> Disk {
-        let ram = Arc::clone(ram);
-        Disk {
+    /// Its own memory begins at `offset` in `ram`.
+    pub(super) fn new(
+        endpoint: u32,
+        socket: PathBuf,
+        ram: &Arc<GuestRam>,
+        offset: usize,
+    ) -> Result<Disk, Failed> {
+        Ok(Disk {
             endpoint,
             socket,
             timeout: Duration::ZERO,
             front: None,
             ring: None,
-            ram,
-            offset,
+            ram: Arc::clone(ram),
+            own: ram.window(offset, BYTES).map_err(broken)?,
+            gpa: ram.gpa() + offset as u64,
             sector: [0; ACCESS],
-        }
+        })
     }
 
     /// Connects, unless it is connected.
@@ -60,12 +67,8 @@ impl Disk {
         let stream = UnixStream::connect(&self.socket)
             .map_err(at_step(format!("connecting to the disk at {at}")))?;
         let mut front = Frontend::new(stream, REPLY_TIMEOUT);
-        front.set_owner().map_err(broken)?;
-        let offered = front.features().map_err(broken)?;
-        if offered & F_PROTOCOL_FEATURES != 0 {
-            let common = front.protocol_features().map_err(broken)? & ProtocolFeatures::REPLY_ACK;
-            front.set_protocol_features(common).map_err(broken)?;
-        }
+        let features = F_VERSION_1 | F_ACCESS_PLATFORM;
+        let offered = front.negotiate(features, ProtocolFeatures::REPLY_ACK).map_err(broken)?;
         if offered & F_ACCESS_PLATFORM == 0 {
             return Err(broken(format!(
                 "the disk at {at} offers no ACCESS_PLATFORM: it is behind no IOMMU"
@@ -74,8 +77,6 @@ impl Disk {
         if offered & F_VERSION_1 == 0 {
             return Err(broken(format!("the disk at {at} does not offer VERSION_1")));
         }
-        let features = F_VERSION_1 | F_ACCESS_PLATFORM | offered & F_PROTOCOL_FEATURES;
-        front.set_features(features).map_err(broken)?;
         front.set_mem_table(&[(self.ram.region(), self.ram.fd())]).map_err(broken)?;
         self.front = Some(front);
         Ok(())
@@ -102,8 +103,7 @@ impl Disk {
     fn start(&mut self) -> Result<(), Failed> {
         self.connect()?;
         let Some(front) = &mut self.front else { return Err(Failed::Timeout) };
-        let address = self.ram.gpa() + self.offset as u64;
-        self.ring = Some(Ring::start(front, &self.ram, (0, SIZE), self.offset, address)?);
+        self.ring = Some(Ring::start(front, &self.own, (0, SIZE), self.gpa)?);
         Ok(())
     }
 
@@ -118,8 +118,8 @@ impl Disk {
     /// The endpoint writes: what the disk holds goes to memory.
     fn write(&mut self, iova: u64, bytes: &mut [u8]) -> Result<(), Refused> {
         // If the disk fails this with a status, it writes the sector's old content.
-        if self.poke(STAGING, bytes).is_ok() && self.transfer(Kind::Out, self.own(STAGING)).is_ok()
-        {
+        self.own.write(STAGING, bytes);
+        if self.transfer(Kind::Out, self.at(STAGING)).is_ok() {
             self.sector.copy_from_slice(bytes);
         }
         bytes.copy_from_slice(&self.sector);
@@ -129,33 +129,28 @@ impl Disk {
     /// The endpoint reads: memory goes to the disk, and from there to us.
     fn read(&mut self, iova: u64, bytes: &mut [u8]) -> Result<(), Refused> {
         self.transfer(Kind::Out, iova)?;
-        self.transfer(Kind::In, self.own(STAGING))?;
-        self.ram.slice(self.offset + STAGING, bytes.len()).map_err(|_| Refused)?.copy_to(bytes);
+        self.transfer(Kind::In, self.at(STAGING))?;
+        self.own.read(STAGING, bytes);
         self.sector.copy_from_slice(bytes);
         Ok(())
     }
 
-    fn own(&self, at: usize) -> u64 {
-        self.ram.gpa() + (self.offset + at) as u64
-    }
-
-    fn poke(&self, at: usize, bytes: &[u8]) -> Result<(), Refused> {
-        let place = self.ram.slice(self.offset + at, bytes.len()).map_err(|_| Refused)?;
-        place.copy_from(bytes);
-        Ok(())
+    /// The guest-physical address of its own memory's byte `at`.
+    fn at(&self, at: usize) -> u64 {
+        self.gpa + at as u64
     }
 
     /// Moves the first sector from or to `iova`.
     fn transfer(&mut self, kind: Kind, iova: u64) -> Result<(), Refused> {
         let mut header = [0; HEADER_BYTES];
         header[0] = kind.code() as u8;
-        self.poke(HEADER, &header)?;
-        self.poke(STATUS, &[0xff])?;
+        self.own.write(HEADER, &header);
+        self.own.write(STATUS, &[0xff]);
         let data = Desc { addr: iova, len: ACCESS as u32, write: kind == Kind::In };
         let descs = [
-            Desc::readable(self.own(HEADER), HEADER_BYTES as u32),
+            Desc::readable(self.at(HEADER), HEADER_BYTES as u32),
             data,
-            Desc::writable(self.own(STATUS), 1),
+            Desc::writable(self.at(STATUS), 1),
         ];
         let Some(ring) = &mut self.ring else { return Err(Refused) };
         ring.submit(&descs, 0).map_err(|_| Refused)?;
@@ -169,7 +164,7 @@ impl Disk {
             }
         }
         let mut status = [0xff];
-        self.ram.slice(self.offset + STATUS, 1).map_err(|_| Refused)?.copy_to(&mut status);
+        self.own.read(STATUS, &mut status);
         if status == [Status::Ok.code()] { Ok(()) } else { Err(Refused) }
     }
 }

@@ -24,7 +24,7 @@ use std::{
 };
 
 use ringfence_iommu::{Iova, Range};
-use ringfence_mem::GuestRam;
+use ringfence_mem::{GuestRam, Window};
 use ringfence_vhost_user::{F_PROTOCOL_FEATURES, Frontend, ProtocolFeatures};
 use ringfence_virtio_iommu::{
     kit::{Event, Failed, Refused, Subject},
@@ -88,7 +88,7 @@ fn broken(error: impl Into<Box<dyn Error + Send + Sync>>) -> Failed {
 fn at_step<E: Into<Box<dyn Error + Send + Sync>>>(
     step: impl Into<String>,
 ) -> impl FnOnce(E) -> Failed {
-    |error| Failed::Step { step: step.into(), source: error.into() }
+    |error| broken(format!("{}: {}", step.into(), error.into()))
 }
 
 /// A virtio-iommu at a socket, as the kit sees it.
@@ -98,6 +98,8 @@ pub struct VhostSubject {
     front: Option<Frontend>,
     offered: u64,
     ram: Arc<GuestRam>,
+    /// All of it.
+    memory: Window,
     /// Where the subject's own memory begins, after the kit's.
     own: usize,
     /// The bytes of each disk's memory, which follows that.
@@ -155,28 +157,19 @@ impl VhostSubject {
             expects_event: false,
             disks: Vec::new(),
             attached: HashMap::new(),
+            memory: ram.window(0, len).map_err(broken)?,
             ram,
             target,
         };
         let mut offset = own + whole(OWN);
         for (endpoint, socket) in &subject.target.endpoints {
             let Some(socket) = socket.clone() else { continue };
-            let mut disk = Disk::new(*endpoint, socket, &subject.ram, offset);
+            let mut disk = Disk::new(*endpoint, socket, &subject.ram, offset)?;
             disk.connect()?;
             subject.disks.push(disk);
             offset += disk_bytes;
         }
         Ok(subject)
-    }
-
-    fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<(), Failed> {
-        self.ram.slice(offset, bytes.len()).map_err(broken)?.copy_from(bytes);
-        Ok(())
-    }
-
-    fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), Failed> {
-        self.ram.slice(offset, out.len()).map_err(broken)?.copy_to(out);
-        Ok(())
     }
 
     fn gpa(&self, offset: usize) -> u64 {
@@ -217,7 +210,8 @@ impl VhostSubject {
         let user = self.ram.user_addr();
         let mut ring = |index, offset: usize| {
             let offset = self.own + offset;
-            Ring::start(front, &self.ram, (index, SIZE), offset, user + offset as u64)
+            let memory = self.ram.window(offset, EVENT_RING).map_err(broken)?;
+            Ring::start(front, &memory, (index, SIZE), user + offset as u64)
         };
         self.requests = Some(ring(REQUEST_QUEUE, 0)?);
         self.events = Some(ring(EVENT_QUEUE, EVENT_RING)?);
@@ -226,37 +220,6 @@ impl VhostSubject {
             front.set_status(0xf).map_err(broken)?;
         }
         Ok(())
-    }
-
-    /// Sends a request over descriptors of at most `piece` bytes.
-    fn send(&mut self, piece: usize, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
-        let (request, reply) = (self.own + REQUEST, self.own + REPLY);
-        if readable.len() > REPLY - REQUEST || writable.len() > EVENTS - REPLY {
-            return Err(broken("a request larger than its room"));
-        }
-        self.write_at(request, readable)?;
-        self.write_at(reply, writable)?;
-        let pieces = |from: usize, len: usize, write: bool| {
-            let gpa = self.gpa(from);
-            (0..len).step_by(piece.max(1)).map(move |at| {
-                let len = piece.min(len - at) as u32;
-                Desc { addr: gpa + at as u64, len, write }
-            })
-        };
-        let descs: Vec<Desc> = pieces(request, readable.len(), false)
-            .chain(pieces(reply, writable.len(), true))
-            .collect();
-        let Some(ring) = &mut self.requests else { return Err(Failed::Timeout) };
-        ring.submit(&descs, 0)?;
-        let Some(used) = ring.wait(self.target.timeout)? else {
-            self.hang_up();
-            return Err(Failed::Timeout);
-        };
-        self.read_at(reply, writable)?;
-        if writable.first() == Some(&(Status::Ok as u8)) && used.len as usize >= TAIL_LEN {
-            self.follow(readable);
-        }
-        Ok(used.len)
     }
 
     /// Notes which endpoint is in which domain after a request that succeeded.
@@ -284,7 +247,7 @@ impl VhostSubject {
         let mut bytes = [0; MAX_REQUEST_LEN];
         let len = request.emit(&mut bytes);
         let mut tail = [0xff; TAIL_LEN];
-        self.send(usize::MAX, &bytes[..len], &mut tail).is_ok() && tail[0] == Status::Ok as u8
+        self.request(usize::MAX, &bytes[..len], &mut tail).is_ok() && tail[0] == Status::Ok as u8
     }
 
     /// The memory of disk `n`. During an access it is mapped at its guest-physical addresses.
@@ -352,17 +315,39 @@ impl Subject for VhostSubject {
         }
     }
 
-    fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
-        self.send(usize::MAX, readable, writable)
-    }
-
-    fn request_split(
+    fn request(
         &mut self,
         piece: usize,
         readable: &[u8],
         writable: &mut [u8],
-    ) -> Option<Result<u32, Failed>> {
-        Some(self.send(piece, readable, writable))
+    ) -> Result<u32, Failed> {
+        let (request, reply) = (self.own + REQUEST, self.own + REPLY);
+        if readable.len() > REPLY - REQUEST || writable.len() > EVENTS - REPLY {
+            return Err(broken("a request larger than its room"));
+        }
+        self.memory.write(request, readable);
+        self.memory.write(reply, writable);
+        let pieces = |from: usize, len: usize, write: bool| {
+            let gpa = self.gpa(from);
+            (0..len).step_by(piece.max(1)).map(move |at| {
+                let len = piece.min(len - at) as u32;
+                Desc { addr: gpa + at as u64, len, write }
+            })
+        };
+        let descs: Vec<Desc> = pieces(request, readable.len(), false)
+            .chain(pieces(reply, writable.len(), true))
+            .collect();
+        let Some(ring) = &mut self.requests else { return Err(Failed::Timeout) };
+        ring.submit(&descs, 0)?;
+        let Some(used) = ring.wait(self.target.timeout)? else {
+            self.hang_up();
+            return Err(Failed::Timeout);
+        };
+        self.memory.read(reply, writable);
+        if writable.first() == Some(&(Status::Ok as u8)) && used.len as usize >= TAIL_LEN {
+            self.follow(readable);
+        }
+        Ok(used.len)
     }
 
     fn endpoints(&self) -> Vec<u32> {
@@ -384,11 +369,11 @@ impl Subject for VhostSubject {
     }
 
     fn peek(&mut self, address: u64, out: &mut [u8]) {
-        self.read_at((address - self.ram.gpa()) as usize, out).expect("within the kit's memory");
+        self.memory.read((address - self.ram.gpa()) as usize, out);
     }
 
     fn poke(&mut self, address: u64, bytes: &[u8]) {
-        self.write_at((address - self.ram.gpa()) as usize, bytes).expect("within the kit's memory");
+        self.memory.write((address - self.ram.gpa()) as usize, bytes);
     }
 
     fn access(
@@ -429,8 +414,8 @@ impl Subject for VhostSubject {
         let at = self.own + EVENTS + token as usize * EVENT_ROOM;
         let desc = Desc::writable(self.ram.gpa() + at as u64, len as u32);
         self.posted.insert(token, len);
-        let cleared = self.ram.slice(at, EVENT_ROOM).map_err(broken);
-        Some(cleared.map(|place| place.fill_zero()).and_then(|()| ring.submit(&[desc], token)))
+        self.memory.write(at, &[0; EVENT_ROOM]);
+        Some(ring.submit(&[desc], token))
     }
 
     fn next_event(&mut self) -> Result<Option<Event>, Failed> {
@@ -440,7 +425,7 @@ impl Subject for VhostSubject {
         let Some(used) = ring.wait(timeout)? else { return Ok(None) };
         let len = self.posted.remove(&used.token).unwrap_or(0);
         let mut bytes = vec![0; len];
-        self.read_at(self.own + EVENTS + used.token as usize * EVENT_ROOM, &mut bytes)?;
+        self.memory.read(self.own + EVENTS + used.token as usize * EVENT_ROOM, &mut bytes);
         self.free.push_back(used.token);
         Ok(Some(Event { used: used.len, bytes }))
     }

@@ -2,11 +2,10 @@
 
 use std::{
     os::fd::{AsFd, OwnedFd},
-    sync::Arc,
     time::{Duration, Instant},
 };
 
-use ringfence_mem::GuestRam;
+use ringfence_mem::Window;
 use ringfence_run::event;
 use ringfence_vhost_user::{Frontend, RingAddresses};
 use ringfence_virtio_iommu::kit::Failed;
@@ -27,29 +26,23 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// Starts ring `index` of a back end with its areas at `offset` in `ram`. `address` is where
-    /// the back end finds that offset: an address of this process, or an IOVA.
+    /// Starts ring `index` of a back end with its areas at the beginning of `memory`. `address` is
+    /// where the back end finds them: an address of this process, or an IOVA.
     pub(super) fn start(
         front: &mut Frontend,
-        ram: &Arc<GuestRam>,
+        memory: &Window,
         (index, size): (u16, u16),
-        offset: usize,
         address: u64,
     ) -> Result<Ring, Failed> {
         let areas = layout::offsets(size);
         let step = |what: &str| format!("{what} of ring {index}");
-        let window = ram.window(offset, areas.len).map_err(at_step(step("the memory")))?;
-        let rings = Rings::in_window(&window, size).map_err(at_step(step("the memory")))?;
+        let rings = Rings::in_window(memory, size).map_err(at_step(step("the memory")))?;
         let queue = Queue::new(size, rings, false).map_err(at_step(step("the memory")))?;
         let event = || event::new().map_err(at_step(step("the events")));
         let (kick, call) = (event()?, event()?);
-        let at = |offset: usize| address + offset as u64;
-        let addresses = RingAddresses {
-            desc: at(areas.desc),
-            avail: at(areas.avail),
-            used: at(areas.used),
-            log: None,
-        };
+        let [desc, avail, used] =
+            [areas.desc, areas.avail, areas.used].map(|offset| address + offset as u64);
+        let addresses = RingAddresses { desc, avail, used, log: None };
         front.set_vring_num(index, size).map_err(at_step(step("SET_VRING_NUM")))?;
         front.set_vring_base(index, 0).map_err(at_step(step("SET_VRING_BASE")))?;
         front.set_vring_addr(index, &addresses).map_err(at_step(step("SET_VRING_ADDR")))?;

@@ -7,6 +7,7 @@
 //! - [`event`]: event descriptors of this process.
 //! - [`notifier`]: event descriptors of a peer, signalled such that the peer cannot block the
 //!   caller.
+//! - [`passing`]: messages with descriptors, over Unix sockets.
 //! - [`PeerFd`] and [`Closer`]: what a peer has sent, closed on a thread that may block.
 //! - [`slice`](mod@slice): the scheduler's time slice of a thread that others wait for.
 //! - [`restricted`]: io_uring instances that can do only what they are made for.
@@ -14,6 +15,7 @@
 mod bell;
 pub mod event;
 pub mod notifier;
+pub mod passing;
 mod peer_fd;
 pub mod restricted;
 pub mod slice;

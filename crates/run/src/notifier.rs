@@ -16,7 +16,10 @@ use io_uring::{IoUring, opcode, register::Restriction};
 use parking_lot::Mutex;
 use rustix::net::SendFlags;
 
-use crate::{PeerFd, restricted};
+use crate::{
+    PeerFd,
+    restricted::{self, Pool},
+};
 
 /// Why a descriptor cannot be used to notify a peer.
 #[derive(Debug, thiserror::Error)]
@@ -34,22 +37,7 @@ pub enum NotifierError {
 pub struct Notifier(Signal);
 
 /// Rings for future notifiers.
-static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), are_all: false });
-
-struct Spare {
-    rings: Vec<IoUring>,
-    /// Whether these are all the rings that will be made.
-    are_all: bool,
-}
-
-impl Spare {
-    /// Keeps a ring that no longer signals anything, for the next notifier.
-    fn keep(&mut self, ring: IoUring) {
-        if self.are_all {
-            self.rings.push(ring);
-        }
-    }
-}
+static SPARE: Pool = Pool::new();
 
 /// Makes the rings for `count` notifiers that exist at the same time, for a process that then gives
 /// up the right to make io_urings. Further notifiers signal by AIO, at three times the cost.
@@ -58,17 +46,9 @@ impl Spare {
 /// The kernel has neither io_uring nor AIO for this process.
 pub fn make_ahead(count: usize) -> Result<(), NotifierError> {
     let aio = Aio::get();
-    let mut spare = SPARE.lock();
-    spare.are_all = true;
-    for _ in 0..count {
-        match make() {
-            Ok(ring) => spare.rings.push(ring),
-            Err(refused) => {
-                return aio.map(|_| ()).map_err(|_| NotifierError::Kernel(refused));
-            }
-        }
-    }
-    Ok(())
+    SPARE
+        .make_ahead(count, make)
+        .or_else(|refused| aio.map(drop).map_err(|_| NotifierError::Kernel(refused)))
 }
 
 /// A ring that can do nothing but complete.
@@ -79,20 +59,14 @@ fn make() -> io::Result<IoUring> {
 
 /// A ring whose completions signal `event`.
 fn ring_for(event: RawFd) -> io::Result<IoUring> {
-    let (spare, are_all) = {
-        let mut spare = SPARE.lock();
-        (spare.rings.pop(), spare.are_all)
-    };
-    let ring = match spare {
-        Some(ring) => ring,
-        None if are_all => return Err(io::ErrorKind::QuotaExceeded.into()),
-        None => make()?,
-    };
-    if let Err(error) = ring.submitter().register_eventfd(event) {
-        SPARE.lock().keep(ring);
-        return Err(error);
+    let ring = SPARE.take(make)?;
+    match ring.submitter().register_eventfd(event) {
+        Ok(()) => Ok(ring),
+        Err(error) => {
+            SPARE.give_back(ring);
+            Err(error)
+        }
     }
-    Ok(ring)
 }
 
 /// By what a peer is signalled.
@@ -152,10 +126,7 @@ impl Drop for Notifier {
     /// Leaves its ring to the next notifier.
     fn drop(&mut self) {
         let Signal::Uring(ring) = &mut self.0 else { return };
-        let Some(ring) = ring.get_mut().take() else { return };
-        // Fails if no eventfd is registered.
-        let _ = ring.submitter().unregister_eventfd();
-        SPARE.lock().keep(ring);
+        ring.get_mut().take().into_iter().for_each(|ring| SPARE.give_back(ring));
     }
 }
 

@@ -1,12 +1,10 @@
 //! io_uring instances that can do only what they are made for.
 
-use std::{io, sync::Once};
+use std::{fmt, io, sync::Once};
 
 use io_uring::{Builder, IoUring, cqueue, register::Restriction, squeue};
-
-/// `IORING_REGISTER_EVENTFD`, `IORING_UNREGISTER_EVENTFD`: the event that completions signal.
-const REGISTER_EVENTFD: u8 = 4;
-const UNREGISTER_EVENTFD: u8 = 5;
+use parking_lot::Mutex;
+use rustix::io_uring::IoringRegisterOp;
 
 /// A ring of `entries` that is restricted to `operations` for good, though its event may be
 /// changed. Kernels before 5.10 have no restrictions: there it can do all that io_uring can.
@@ -28,9 +26,80 @@ pub fn ring<const N: usize>(
         }
         ring => ring?,
     };
-    let events = [REGISTER_EVENTFD, UNREGISTER_EVENTFD].map(Restriction::register_op);
+    // The event that completions signal.
+    let events = [IoringRegisterOp::RegisterEventfd, IoringRegisterOp::UnregisterEventfd];
+    let events = events.map(|operation| Restriction::register_op(operation as u8));
     let mut all: Vec<Restriction> = operations.into_iter().chain(events).collect();
     ring.submitter().register_restrictions(&mut all)?;
     ring.submitter().register_enable_rings()?;
     Ok(ring)
+}
+
+/// Rings of one kind that are not in use, for a process that gives up the right to make them.
+#[derive(Default)]
+pub struct Pool(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    spare: Vec<IoUring>,
+    /// How many were made ahead, if any were to be.
+    made: Option<usize>,
+}
+
+impl fmt::Debug for Pool {
+    ringfence_sync::shows!(Pool as it, spare: it.0.lock().spare.len(), made: it.0.lock().made);
+}
+
+impl Pool {
+    /// An empty one: each ring is made when it is taken.
+    pub const fn new() -> Pool {
+        Pool(Mutex::new(State { spare: Vec::new(), made: None }))
+    }
+
+    /// Makes `count` rings: from now on no others are made.
+    ///
+    /// # Errors
+    /// That of `make`: those before it are all that there are.
+    pub fn make_ahead(
+        &self,
+        count: usize,
+        make: impl Fn() -> io::Result<IoUring>,
+    ) -> io::Result<()> {
+        let mut state = self.0.lock();
+        let State { spare, made } = &mut *state;
+        let made = made.get_or_insert_default();
+        for _ in 0..count {
+            spare.push(make()?);
+            *made += 1;
+        }
+        Ok(())
+    }
+
+    /// A ring: one that was made ahead, or else what `make` makes.
+    ///
+    /// # Errors
+    /// That of `make`; all that were made ahead are in use.
+    pub fn take(&self, make: impl FnOnce() -> io::Result<IoUring>) -> io::Result<IoUring> {
+        let mut state = self.0.lock();
+        match (state.spare.pop(), state.made) {
+            (Some(ring), _) => Ok(ring),
+            (None, Some(made)) => Err(io::Error::other(format!(
+                "all {made} io_urings are in use, some by requests that have not completed"
+            ))),
+            (None, None) => {
+                drop(state);
+                make()
+            }
+        }
+    }
+
+    /// Takes back one of which all requests are reaped, for others if it may make none.
+    pub fn give_back(&self, ring: IoUring) {
+        // It fails where no event is registered.
+        let _ = ring.submitter().unregister_eventfd();
+        let mut state = self.0.lock();
+        if state.made.is_some_and(|made| state.spare.len() < made) {
+            state.spare.push(ring);
+        }
+    }
 }

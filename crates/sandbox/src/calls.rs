@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use libc::{c_int, c_long};
+use rustix::io_uring::IoringRegisterOp;
 use seccompiler::{
     BackendError, SeccompCmpArgLen::Dword, SeccompCmpArgLen::Qword, SeccompCmpOp, SeccompCondition,
     SeccompRule,
@@ -243,15 +244,12 @@ pub(super) fn allowed(role: Role, connects: bool) -> Result<Rules, BackendError>
     }
     if matches!(role, Role::Main | Role::Front | Role::Worker) {
         // Eventfds that notify a driver, or signal completions of a disk.
-        let operations = [REGISTER_EVENTFD, UNREGISTER_EVENTFD];
+        let operations = [IoringRegisterOp::RegisterEventfd, IoringRegisterOp::UnregisterEventfd];
+        let operations = operations.map(|operation| operation as c_int);
         rules.insert(libc::SYS_io_uring_register, one_of(1, &operations)?);
     }
     Ok(rules)
 }
-
-/// `IORING_REGISTER_EVENTFD`, `IORING_UNREGISTER_EVENTFD`.
-const REGISTER_EVENTFD: c_int = 4;
-const UNREGISTER_EVENTFD: c_int = 5;
 
 /// Of `fcntl`: duplicates, seals, and the locks of images.
 const COMMANDS: [c_int; 6] = [

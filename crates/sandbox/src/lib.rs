@@ -116,11 +116,7 @@ impl Sandbox<'_> {
         }
         ENTERED.store(true, Ordering::Relaxed);
         filter::settle();
-        // While it still has the right: as another user it could not drop them.
-        rights::bound_capabilities()?;
-        rights::change_user(self.user, self.group)?;
-        rights::drop_capabilities()?;
-        rights::no_new_privileges()?;
+        rights::give_up(self.user, self.group)?;
         Ok(files::refuse(&self.removes)?.into_iter().collect())
     }
 }

@@ -6,27 +6,18 @@ use crate::{
     inbox::{Inbox, Message},
     msg::{Header, MAX_FDS},
 };
-use ringfence_run::PeerFd;
+use ringfence_run::{PeerFd, passing};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::{Errno, retry_on_intr},
-    net::{
-        self, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt,
-    },
+    net::{self, RecvFlags, SendFlags, sockopt},
 };
 use std::{
-    io::{IoSlice, IoSliceMut},
-    mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
 use zerocopy::IntoBytes;
-
-/// The most descriptors that come with one call (Linux's SCM_MAX_FD). With less room the kernel
-/// would close the rest, within the receive.
-const MOST_FDS: usize = 253;
 
 /// Until when to wait; a time beyond the clock's range is none.
 #[derive(Clone, Copy)]
@@ -166,12 +157,7 @@ impl Channel {
     /// Receives some bytes, of several messages perhaps; `None` if there are none now, false if the
     /// peer hung up.
     pub(crate) fn receive(&self, inbox: &mut Inbox) -> Result<Option<bool>, WireError> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut data = [IoSliceMut::new(inbox.room())];
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let received =
-            retry_on_intr(|| net::recvmsg(&*self.stream, &mut data, &mut control, flags));
+        let received = passing::receive(&*self.stream, inbox.room(), RecvFlags::DONTWAIT, true);
         let message = match received {
             Ok(message) => message,
             Err(Errno::AGAIN) => return Ok(None),
@@ -179,14 +165,10 @@ impl Channel {
             Err(Errno::CONNRESET) => return Ok(Some(false)),
             Err(errno) => return Err(os("recvmsg", errno)),
         };
-        let mut fds = Vec::new();
-        for ancillary in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = ancillary {
-                fds.extend(rights.map(|fd| PeerFd::new(fd, self.stream.closer())));
-            }
-        }
+        let fds = message.fds.into_iter().map(|fd| PeerFd::new(fd, self.stream.closer()));
+        let fds: Vec<PeerFd> = fds.collect();
         // Descriptors that got no number, because the process has too many, are closed already.
-        if message.flags.contains(ReturnFlags::CTRUNC) {
+        if message.truncated {
             let takes = format!("{}, and RLIMIT_NOFILE must leave room", at_most(MAX_FDS));
             return Err(WireError::Fds { request: 0, count: fds.len() + 1, takes });
         }
@@ -228,17 +210,11 @@ pub(crate) fn put(
     fds: &[BorrowedFd<'_>],
 ) -> Result<usize, WireError> {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let sent = retry_on_intr(|| match fds {
+    let sent = match fds {
         // The only call that a worker's sandbox allows.
-        [] => net::send(stream, bytes, flags),
-        fds => {
-            control.clear();
-            control.push(SendAncillaryMessage::ScmRights(fds));
-            net::sendmsg(stream, &[IoSlice::new(bytes)], &mut control, flags)
-        }
-    });
+        [] => retry_on_intr(|| net::send(stream, bytes, flags)),
+        fds => passing::send(stream, bytes, fds, flags),
+    };
     match sent {
         Err(Errno::AGAIN) => Ok(0),
         Err(Errno::PIPE | Errno::CONNRESET) => Err(WireError::HungUp { what: "a message to it" }),

@@ -122,7 +122,7 @@ impl Viommu {
     pub(crate) fn own_request(&mut self, request: &Request) -> Result<u8> {
         let (mut readable, mut tail) = ([0; MAX_REQUEST_LEN], [0xff; TAIL_LEN]);
         let len = request.emit(&mut readable);
-        let used = self.request(&readable[..len], &mut tail)?;
+        let used = self.request(usize::MAX, &readable[..len], &mut tail)?;
         ensure!(used as usize >= TAIL_LEN, "{request:?} was returned without a status");
         Ok(tail[0])
     }
@@ -216,24 +216,15 @@ impl Subject for Viommu {
         self.device.write_own(offset, data).map_err(broken)
     }
 
-    fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
-        let used = self.exchange(usize::MAX, readable, writable)?;
-        self.note(readable, writable, used);
-        Ok(used)
-    }
-
-    fn request_split(
+    fn request(
         &mut self,
         piece: usize,
         readable: &[u8],
         writable: &mut [u8],
-    ) -> Option<Result<u32, Failed>> {
-        let wanted = readable.len().div_ceil(piece) + writable.len().div_ceil(piece);
-        (wanted <= usize::from(QUEUE_SIZE)).then(|| {
-            let used = self.exchange(piece, readable, writable)?;
-            self.note(readable, writable, used);
-            Ok(used)
-        })
+    ) -> Result<u32, Failed> {
+        let used = self.exchange(piece, readable, writable)?;
+        self.note(readable, writable, used);
+        Ok(used)
     }
 
     fn endpoints(&self) -> Vec<u32> {

@@ -2,19 +2,9 @@
 
 use std::fmt::Write as _;
 
-use ringfence_virtio_iommu::kit::{Finding, Level, Outcome, Report};
+use ringfence_virtio_iommu::kit::{Finding, Level, Mismatch, Outcome, Report};
 use serde::Serialize;
-
-/// The JSON that `--json` writes.
-#[derive(Serialize)]
-struct Json<'a> {
-    schema: &'static str,
-    device: &'a str,
-    strict: bool,
-    conforms: bool,
-    counts: Counts,
-    rules: Vec<Row>,
-}
+use serde_json::{Value, json};
 
 #[derive(Serialize)]
 struct Counts {
@@ -24,26 +14,6 @@ struct Counts {
     may_fail: usize,
     not_applicable: usize,
     not_run: usize,
-}
-
-#[derive(Serialize)]
-struct Row {
-    rule: String,
-    level: String,
-    check: &'static str,
-    says: &'static str,
-    outcome: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    why: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    mismatch: Option<Mismatch>,
-}
-
-#[derive(Serialize)]
-struct Mismatch {
-    sent: String,
-    came: String,
-    expected: String,
 }
 
 fn counts(report: &Report) -> Counts {
@@ -57,31 +27,36 @@ fn counts(report: &Report) -> Counts {
     }
 }
 
-fn row(finding: &Finding) -> Row {
+/// A finding as JSON.
+fn row(finding: &Finding) -> Value {
     let Finding { rule, level, check, says, outcome } = finding;
-    let mismatch = match outcome {
-        Outcome::Fail(mismatch) => Some(Mismatch {
-            sent: mismatch.sent.clone(),
-            came: mismatch.came.clone(),
-            expected: mismatch.expected.clone(),
-        }),
-        _ => None,
-    };
-    let (rule, level) = (format!("V{rule}"), level.to_string());
-    Row { rule, level, check, says, outcome: outcome.name(), why: outcome.why(), mismatch }
+    let mut row = json!({
+        "rule": format!("V{rule}"),
+        "level": level.to_string(),
+        "check": check,
+        "says": says,
+        "outcome": outcome.name(),
+    });
+    if let Some(why) = outcome.why() {
+        row["why"] = why.into();
+    }
+    if let Outcome::Fail(Mismatch { sent, came, expected }) = outcome {
+        row["mismatch"] = json!({ "sent": sent, "came": came, "expected": expected });
+    }
+    row
 }
 
 /// The findings as JSON.
 pub(super) fn to_json(report: &Report, device: &str, strict: bool) -> String {
-    let json = Json {
-        schema: "ringfence.conformance/1",
-        device,
-        strict,
-        conforms: report.conforms(strict),
-        counts: counts(report),
-        rules: report.findings.iter().map(row).collect(),
-    };
-    serde_json::to_string_pretty(&json).expect("strings and numbers") + "\n"
+    let json = json!({
+        "schema": "ringfence.conformance/1",
+        "device": device,
+        "strict": strict,
+        "conforms": report.conforms(strict),
+        "counts": counts(report),
+        "rules": report.findings.iter().map(row).collect::<Vec<_>>(),
+    });
+    format!("{json:#}\n")
 }
 
 /// The findings as text.
@@ -134,7 +109,6 @@ pub(super) fn to_text(report: &Report, device: &str, strict: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ringfence_virtio_iommu::kit;
 
     fn finding(level: Level, outcome: Outcome) -> Finding {
         Finding { rule: 22, level, check: "a-check", says: "it does", outcome }
@@ -147,7 +121,7 @@ mod tests {
     fn mismatch() -> Outcome {
         let words = ["UNMAP: OK", "OK", "RANGE"].map(String::from);
         let [sent, came, expected] = words;
-        Outcome::Fail(kit::Mismatch { sent, came, expected })
+        Outcome::Fail(Mismatch { sent, came, expected })
     }
 
     #[test]

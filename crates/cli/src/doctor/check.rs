@@ -19,13 +19,9 @@ pub(super) enum Purpose {
 impl Purpose {
     pub(super) const EACH: [Purpose; 3] = [Purpose::Vfio, Purpose::Pin, Purpose::VhostUser];
 
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Purpose::Vfio => "vfio",
-            Purpose::Pin => "pin",
-            Purpose::VhostUser => "vhost-user",
-            Purpose::All => "all",
-        }
+    /// Its name on the command line.
+    pub(super) fn name(self) -> String {
+        self.to_possible_value().expect("none is left out").get_name().to_owned()
     }
 }
 

@@ -126,26 +126,21 @@ pub(super) fn present(iommu: &Iommu, kernel: &Kernel) -> Check {
 
 /// Whether the kernel's own drivers are behind the IOMMU too; VFIO works the same either way.
 pub(super) fn translation(kernel: &Kernel) -> Option<Check> {
-    const PASS: [&str; 3] = ["iommu=pt", "iommu.passthrough=1", "iommu.passthrough=on"];
-    let pass = PASS.into_iter().find(|parameter| kernel.has_parameter(parameter));
-    let lazy = ["iommu.strict=0", "iommu.strict=off"].into_iter().find(|t| kernel.has_parameter(t));
-    let strict =
-        ["iommu.strict=1", "iommu.strict=on"].into_iter().find(|t| kernel.has_parameter(t));
-    let found = match (pass, lazy, strict) {
-        (Some(parameter), ..) => {
-            format!(
-                "{parameter}: devices of the kernel's own drivers reach all memory; VFIO's do not"
-            )
-        }
-        (_, Some(parameter), _) => {
-            format!("{parameter}: the kernel's own drivers flush lazily; VFIO flushes at once")
-        }
-        (_, _, Some(parameter)) => {
-            format!("{parameter}: the kernel's own drivers flush at once, as VFIO does")
-        }
-        _ => return None,
-    };
-    Some(Check::new("kernel-drivers", FOR, State::Note, found))
+    const PASS: &str = "devices of the kernel's own drivers reach all memory; VFIO's do not";
+    const LAZY: &str = "the kernel's own drivers flush lazily; VFIO flushes at once";
+    const STRICT: &str = "the kernel's own drivers flush at once, as VFIO does";
+    // The first of these that is given counts.
+    const MEANS: [(&str, &str); 7] = [
+        ("iommu=pt", PASS),
+        ("iommu.passthrough=1", PASS),
+        ("iommu.passthrough=on", PASS),
+        ("iommu.strict=0", LAZY),
+        ("iommu.strict=off", LAZY),
+        ("iommu.strict=1", STRICT),
+        ("iommu.strict=on", STRICT),
+    ];
+    let (parameter, means) = MEANS.iter().find(|(given, _)| kernel.has_parameter(given))?;
+    Some(Check::new("kernel-drivers", FOR, State::Note, format!("{parameter}: {means}")))
 }
 
 /// Without remapping a device can raise any interrupt of the host by a DMA write.

@@ -24,7 +24,7 @@ pub(super) struct Report {
     /// Bytes that the program will pin.
     pub(super) memory: u64,
     /// For each purpose asked about, whether all that it needs is there.
-    pub(super) ready: BTreeMap<&'static str, bool>,
+    pub(super) ready: BTreeMap<String, bool>,
     pub(super) checks: Vec<Check>,
     pub(super) memlock: Option<Memlock>,
     pub(super) huge_pages: Vec<HugePages>,
@@ -62,17 +62,10 @@ impl Report {
     pub(super) fn to_text(&self) -> String {
         let mut out = String::new();
         let kernel = self.host.kernel.as_deref().unwrap_or("(release unknown)");
-        let purposes: Vec<&str> = self.purposes.iter().map(|purpose| purpose.name()).collect();
+        let purposes: Vec<String> = self.purposes.iter().map(|purpose| purpose.name()).collect();
+        let (purposes, memory) = (purposes.join(", "), bytes(self.memory));
         let guest = if self.host.guest { ", a virtual machine" } else { "" };
-        line(
-            &mut out,
-            &format!(
-                "Linux {kernel}{guest}; for {}, {} pinned",
-                purposes.join(", "),
-                bytes(self.memory)
-            ),
-        );
-        line(&mut out, "");
+        let _ = writeln!(out, "Linux {kernel}{guest}; for {purposes}, {memory} pinned\n");
         let width = self.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
         for check in &self.checks {
             let state = match check.state {
@@ -82,25 +75,25 @@ impl Report {
                 State::Unknown => "UNKNOWN",
                 State::Lack => "LACK",
             };
-            line(&mut out, &format!("{state:<8}{:<width$}  {}", check.name, check.found));
+            let _ = writeln!(out, "{state:<8}{:<width$}  {}", check.name, check.found);
             for remedy in &check.remedies {
-                line(&mut out, &format!("        {}", remedy.text));
+                let _ = writeln!(out, "        {}", remedy.text);
                 for command in &remedy.commands {
-                    line(&mut out, &format!("            {command}"));
+                    let _ = writeln!(out, "            {command}");
                 }
             }
         }
         if self.purposes.contains(&Purpose::Vfio) {
             self.groups_into(&mut out);
         }
-        line(&mut out, "");
+        out.push('\n');
         for purpose in &self.purposes {
             let lacks: Vec<&str> = blocking(&self.checks, *purpose).collect();
             let verdict = match &lacks[..] {
                 [] => "ready".to_owned(),
                 lacks => format!("lacks {}", lacks.join(", ")),
             };
-            line(&mut out, &format!("{:<12}{verdict}", purpose.name()));
+            let _ = writeln!(out, "{:<12}{verdict}", purpose.name());
         }
         out
     }
@@ -110,15 +103,13 @@ impl Report {
         if lines.is_empty() {
             return;
         }
-        line(
-            out,
-            "\ngroups (ready: VFIO has it; half: VFIO has a part of it; host's: it has nothing):",
-        );
+        let means = "ready: VFIO has it; half: VFIO has a part of it; host's: it has nothing";
+        let _ = writeln!(out, "\ngroups ({means}):");
         for group in lines.iter().take(MOST_GROUPS) {
-            line(out, &format!("  {group}"));
+            let _ = writeln!(out, "  {group}");
         }
         if lines.len() > MOST_GROUPS {
-            line(out, &format!("  and {} more: --json has them", lines.len() - MOST_GROUPS));
+            let _ = writeln!(out, "  and {} more: --json has them", lines.len() - MOST_GROUPS);
         }
     }
 }
@@ -127,8 +118,4 @@ impl Report {
 pub(super) fn blocking(checks: &[Check], purpose: Purpose) -> impl Iterator<Item = &str> {
     let its = move |check: &&Check| check.needed_for.contains(&purpose);
     checks.iter().filter(its).filter(|check| check.is_blocking()).map(|check| &check.name[..])
-}
-
-fn line(out: &mut String, text: &str) {
-    writeln!(out, "{}", text.trim_end()).expect("a String takes all");
 }

@@ -8,7 +8,8 @@ mod spec;
 mod viot;
 
 use std::{
-    io::Write,
+    io::{self, Write},
+    iter,
     path::{Path, PathBuf, absolute},
     process::ExitCode,
     sync::Arc,
@@ -25,10 +26,11 @@ use tracing::info;
 
 use self::{
     address::Address,
-    devices::{Device, Plan},
-    spec::{BlkSpec, NetSpec},
+    devices::{Plan, Planned},
+    spec::Spec,
 };
 use crate::{
+    device::Devices,
     output,
     serve::{self, Common, Connection, Page, Service},
     usage,
@@ -78,17 +80,19 @@ pub(crate) struct Arguments {
     #[arg(
         long,
         value_name = "SPEC",
+        value_parser = Spec::blk,
         help = "A disk: SOCKET=IMAGE[,queues=N][,read-only][,direct][,disk-buffers=own|guest|auto][,untrusted][,addr=DD.F]"
     )]
-    blk: Vec<BlkSpec>,
+    blk: Vec<Spec>,
 
     #[arg(
         long,
         value_name = "SPEC",
+        value_parser = Spec::net,
         help = "A network device: \
                   SOCKET=loopback|tap:NAME|peer:SOCKET[,untrusted][,addr=DD.F]"
     )]
-    net: Vec<NetSpec>,
+    net: Vec<Spec>,
 
     /// An endpoint for a function that does no DMA, such as QEMU's pci-testdev: to try VFIO in the
     /// guest
@@ -149,7 +153,8 @@ fn memory(text: &str) -> Result<u64, String> {
 /// Serves until a signal.
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let plan = Plan::new(&arguments)?;
-    let begun = serve::begin(&arguments.common, "guard", 1 + plan.sockets().count())?;
+    let sockets: Vec<_> = iter::once(&*arguments.iommu).chain(plan.sockets()).map(Some).collect();
+    let begun = serve::begin(&arguments.common, "guard", &sockets)?;
     let viot_file = arguments.viot.clone().unwrap_or_else(|| {
         let mut name = arguments.iommu.clone().into_os_string();
         name.push(".viot");
@@ -157,19 +162,18 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     });
     let opened = plan.open()?;
 
-    let table = viot::table(arguments.slot, &plan.addresses());
+    let addresses: Vec<_> = plan.devices.iter().map(|device| device.address).collect();
+    let table = viot::table(arguments.slot, &addresses);
     output::replace(&viot_file, &table)
         .with_context(|| format!("cannot write {}", viot_file.display()))?;
     let text = announcement(&arguments, &plan, &viot_file)?;
-    let sockets = plan.sockets();
-    let paths: Vec<&Path> = [&*arguments.iommu].into_iter().chain(sockets).collect();
     // Each queue of a network device is a pair; the IOMMU has two.
     let rings = 2 * usize::from(plan.queues());
-    let mut ready =
-        serve::open(begun, &arguments.common, &paths, rings, || plan.make_rings(&opened))?;
+    let mut ready = serve::open(begun, rings, || plan.make_rings(&opened))?;
 
     let workers = ready.workers("guard", plan.queues())?;
-    let shootdown = Shootdown::new(plan.views(workers.len()));
+    // Each worker may have a view of the IOMMU's tables for each device.
+    let shootdown = Shootdown::new(plan.sockets().count() * workers.len());
     let endpoints = plan.endpoints(&shootdown);
 
     let geometry = space::geometry(arguments.memory, &arguments.hole);
@@ -185,8 +189,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let limits = Limits { table_bytes: arguments.max_tables, mappings: arguments.max_mappings };
     let behind = endpoints.iter().map(Arc::clone);
     let behind = Arc::new(Endpoints::new(behind, shootdown, geometry, limits));
-    for endpoint in plan.untrusted() {
-        behind.forbid_bypass(endpoint);
+    for device in plan.devices.iter().filter(|device| device.is_untrusted()) {
+        behind.forbid_bypass(device.address.number().into());
     }
     let iommu = Iommu::new(behind, IommuOptions { device, unit: 0 }, Arc::clone(&workers));
     let bytes = iommu.journal_bytes(arguments.max_mappings);
@@ -213,32 +217,29 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         iommu.keep_in(journal)?;
     }
     let devices = plan.make(opened, &endpoints, &iommu, &ready, &workers)?;
-    serve::run(ready, Guard { iommu, devices, text })
+    serve::run(ready, Guard { iommu, devices: Devices { name: "guard", devices }, text })
 }
 
 /// The description of the machine for standard output.
 fn announcement(arguments: &Arguments, plan: &Plan, viot: &Path) -> Result<String> {
     let (viot, socket) = (absolute(viot)?, absolute(&arguments.iommu)?);
-    let behind = plan.behind()?;
     let iommu = (&*socket, arguments.slot);
     let bypass = !arguments.no_bypass;
-    let all = qemu::arguments(arguments.memory, &viot, iommu, &behind, bypass);
+    let all = qemu::arguments(arguments.memory, &viot, iommu, &plan.devices, bypass)?;
     if !arguments.json {
         let line = |[option, value]: &[String; 2]| format!("{option} {}\n", qemu::quoted(value));
         return Ok(all.iter().map(line).collect());
     }
-    let devices: Vec<_> = behind
-        .iter()
-        .map(|device| {
-            serde_json::json!({
-                "kind": device.kind,
-                "address": device.address.to_string(),
-                "endpoint": device.address.number(),
-                "socket": device.socket,
-                "untrusted": device.untrusted,
-            })
-        })
-        .collect();
+    let described = |device: &Planned<'_>| {
+        Ok(serde_json::json!({
+            "kind": device.spec.map_or("idle", |spec| if spec.is_disk() { "blk" } else { "net" }),
+            "address": device.address.to_string(),
+            "endpoint": device.address.number(),
+            "socket": device.socket().map(absolute).transpose()?,
+            "untrusted": device.is_untrusted(),
+        }))
+    };
+    let devices = plan.devices.iter().map(described).collect::<io::Result<Vec<_>>>()?;
     let description = serde_json::json!({
         "qemu": all.concat(),
         "kernel": ["intel_iommu=off"],
@@ -251,14 +252,14 @@ fn announcement(arguments: &Arguments, plan: &Plan, viot: &Path) -> Result<Strin
 
 struct Guard {
     iommu: Arc<Iommu>,
-    /// Indexed by the number of the socket, less one for the IOMMU's.
-    devices: Vec<Device>,
+    /// Their sockets come after the IOMMU's.
+    devices: Devices,
     text: String,
 }
 
 impl Service for Guard {
     fn name(&self) -> &'static str {
-        "guard"
+        self.devices.name
     }
 
     fn listening(&self) -> Result<()> {
@@ -270,12 +271,12 @@ impl Service for Guard {
     fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>> {
         match socket.checked_sub(1) {
             None => Ok(Box::new(Server::new(stream, self.iommu.connect()))),
-            Some(device) => Ok(self.devices[device].connect(&self.iommu, stream)),
+            Some(device) => self.devices.connect(device, stream),
         }
     }
 
     fn left(&self) -> Vec<(String, usize)> {
-        devices::stuck_disks(&self.devices)
+        self.devices.left()
     }
 
     fn figures(&self, page: &mut Page) {
@@ -300,7 +301,7 @@ impl Service for Guard {
             faults.into_iter().map(|(endpoint, faults)| (format!("{endpoint:#x}"), faults));
         let help = "Accesses that were refused, by endpoint.";
         page.many("iommu_faults_total", help, "endpoint", faults);
-        devices::figures(page, &self.devices);
+        self.devices.figures(page);
     }
 }
 

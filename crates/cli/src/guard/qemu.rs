@@ -1,48 +1,31 @@
 //! The arguments that give a QEMU guest the IOMMU and the devices behind it.
 
-use std::path::{Path, PathBuf};
+use std::{
+    io,
+    path::{Path, absolute},
+};
 
-use serde::Serialize;
-
-use super::address::Address;
-
-/// The kind of a device in QEMU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Kind {
-    /// A vhost-user-blk.
-    Blk,
-    /// A vhost-user network device.
-    Net,
-    /// A function that does no DMA.
-    Idle,
-}
-
-/// A device behind the IOMMU.
-#[derive(Clone, Debug)]
-pub(super) struct Behind {
-    pub(super) kind: Kind,
-    pub(super) address: Address,
-    /// `None`: no socket serves it.
-    pub(super) socket: Option<PathBuf>,
-    pub(super) queues: u16,
-    pub(super) untrusted: bool,
-}
+use super::{
+    address::Address,
+    devices::Planned,
+    spec::{Spec, What},
+};
 
 /// The arguments, each option followed by its value. The IOMMU comes before the devices: QEMU
 /// starts them in this order when a paused guest continues. `bypass`: trusted devices access memory
 /// before the IOMMU has a driver.
+///
+/// # Errors
+/// There is no current folder.
 pub(super) fn arguments(
     memory: u64,
     viot: &Path,
     iommu: (&Path, Address),
-    devices: &[Behind],
+    devices: &[Planned<'_>],
     bypass: bool,
-) -> Vec<[String; 2]> {
-    let size = match memory {
-        bytes if bytes.is_multiple_of(1 << 20) => format!("{}M", bytes >> 20),
-        bytes => format!("{}K", bytes >> 10),
-    };
+) -> io::Result<Vec<[String; 2]>> {
+    // Whole mebibytes, as the command line takes them.
+    let size = format!("{}M", memory >> 20);
     let memory = format!("memory-backend-memfd,id=ringfence-memory,size={size},share=on");
     let (socket, at) = iommu;
     let mut all = vec![
@@ -65,42 +48,44 @@ pub(super) fn arguments(
     // SeaBIOS starts every disk that it could boot from. A read from one that does not respond
     // waits for ever, whether by a boot loader or by the early code of Linux, which probes all
     // disks.
-    let reached = |device: &Behind| bypass && !device.untrusted;
-    let strict = devices.iter().any(|device| device.kind == Kind::Blk && !reached(device));
+    let reached = |device: &Planned<'_>| bypass && !device.is_untrusted();
+    let strict =
+        devices.iter().any(|device| device.spec.is_some_and(Spec::is_disk) && !reached(device));
     if strict {
         all.push(["-boot".into(), "strict=on".into()]);
     }
     // With that, firmware boots only from devices that have a boot index.
     let mut order = 1..;
     for device in devices {
-        let Behind { kind, address, socket, queues, .. } = device;
+        let address = device.address;
         let id = format!("ringfence-{address}");
-        let several =
-            |other: &Behind| other.address != *address && other.address.device == address.device;
+        let several = |Planned { address: other, .. }: &Planned<'_>| {
+            *other != address && other.device == address.device
+        };
         let shared = if devices.iter().any(several) { ",multifunction=on" } else { "" };
-        let boots = strict && *kind != Kind::Idle && reached(device);
+        let boots = strict && device.spec.is_some() && reached(device);
         let boots = boots.then(|| order.next()).flatten();
         let boots = boots.map_or_else(String::new, |order: u32| format!(",bootindex={order}"));
         let place = format!("addr={address}{shared}{boots}");
-        if let Some(socket) = socket {
-            let chardev = format!("socket,id={id},path={}", escaped(socket));
+        if let Some(socket) = device.socket() {
+            let chardev = format!("socket,id={id},path={}", escaped(&absolute(socket)?));
             all.push(["-chardev".into(), chardev]);
         }
         let virtio = "disable-legacy=on,iommu_platform=on";
-        let value = match kind {
-            Kind::Blk => {
+        let value = match device.spec {
+            Some(Spec { what: What::Blk { .. }, queues, .. }) => {
                 format!("vhost-user-blk-pci,chardev={id},num-queues={queues},{virtio},{place}")
             }
-            Kind::Net => {
+            Some(Spec { queues, .. }) => {
                 let netdev = format!("vhost-user,id={id}-net,chardev={id},queues={queues}");
                 all.push(["-netdev".into(), netdev]);
                 format!("virtio-net-pci,netdev={id}-net,{virtio},{place},{NO_CONTROL}")
             }
-            Kind::Idle => format!("pci-testdev,{place}"),
+            None => format!("pci-testdev,{place}"),
         };
         all.push(["-device".into(), value]);
     }
-    all
+    Ok(all)
 }
 
 /// QEMU itself serves the control queue of a network device, and would translate the driver's
@@ -139,29 +124,28 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn blk(text: &str) -> Behind {
-        Behind {
-            kind: Kind::Blk,
-            address: at(text),
-            socket: Some("a,b".into()),
-            queues: 2,
-            untrusted: false,
-        }
+    fn disk() -> Spec {
+        Spec::blk("/a,,b=c,queues=2").unwrap()
     }
 
-    fn lines(devices: &[Behind], bypass: bool) -> Vec<String> {
+    fn planned<'a>(text: &str, spec: impl Into<Option<&'a Spec>>) -> Planned<'a> {
+        Planned { address: at(text), spec: spec.into(), end: 0 }
+    }
+
+    fn lines(devices: &[Planned<'_>], bypass: bool) -> Vec<String> {
         let iommu = (Path::new("i"), at("05.0"));
-        let all = arguments(1 << 30, Path::new("v"), iommu, devices, bypass);
+        let all = arguments(1 << 30, Path::new("v"), iommu, devices, bypass).unwrap();
         all.iter().map(|words| words.join(" ")).collect()
     }
 
     #[test]
     fn functions_of_one_device_say_so_and_commas_in_names_are_doubled() {
-        let devices = [blk("06.0"), blk("06.1"), blk("07.0")];
+        let disk = disk();
+        let devices = ["06.0", "06.1", "07.0"].map(|at| planned(at, &disk));
         let text = lines(&devices, true);
         let of = |what: &str| text.iter().filter(|line| line.contains(what)).count();
         assert_eq!(of("multifunction=on"), 2);
-        assert_eq!(of("path=a,,b"), 3);
+        assert_eq!(of("path=/a,,b"), 3);
         assert_eq!(of("num-queues=2"), 3);
         assert_eq!(of("size=1024M,share=on"), 1);
         assert_eq!(of("boot"), 0, "firmware can use all of them");
@@ -169,11 +153,17 @@ mod tests {
 
     #[test]
     fn firmware_is_kept_from_disks_that_it_does_not_reach_and_boots_from_others() {
-        let untrusted = |behind| Behind { untrusted: true, ..behind };
-        let net = Behind { kind: Kind::Net, ..blk("08.0") };
-        let idle = Behind { kind: Kind::Idle, socket: None, ..blk("09.0") };
-        let all = [untrusted(blk("05.0")), blk("06.0"), untrusted(blk("07.0")), net, idle];
-        let boot = |devices: &[Behind], bypass| {
+        let disk = disk();
+        let untrusted = Spec { untrusted: true, ..disk.clone() };
+        let net = Spec::net("n=loopback").unwrap();
+        let all = [
+            planned("05.0", &untrusted),
+            planned("06.0", &disk),
+            planned("07.0", &untrusted),
+            planned("08.0", &net),
+            planned("09.0", None),
+        ];
+        let boot = |devices: &[Planned<'_>], bypass| {
             let mut text = lines(devices, bypass);
             text.retain(|line| line.contains("boot"));
             text
@@ -185,7 +175,8 @@ mod tests {
         assert!(words[2].contains("addr=08.0,bootindex=2"), "{words:?}");
         assert_eq!(boot(&all, false), ["-boot strict=on"]);
         // Firmware starts only network devices that it boots from.
-        let net = [untrusted(all[3].clone()), all[4].clone()];
+        let untrusted = Spec { untrusted: true, ..net.clone() };
+        let net = [planned("08.0", &untrusted), planned("09.0", None)];
         assert!(boot(&net, true).is_empty() && boot(&net, false).is_empty());
     }
 }

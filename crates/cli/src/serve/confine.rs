@@ -4,7 +4,10 @@ use std::os::fd::BorrowedFd;
 
 use crate::usage;
 use anyhow::{Context, Result};
-use clap::{Args, ValueEnum};
+use clap::{
+    ArgAction, Args,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 use ringfence_sandbox::Sandbox;
 use rustix::fs::{Gid, Uid};
 
@@ -13,8 +16,9 @@ use rustix::fs::{Gid, Uid};
 pub(crate) struct Confinement {
     /// Whether the process gives up capabilities, files, and system calls that it does not need,
     /// once all is open
-    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = Switch::On)]
-    sandbox: Switch,
+    #[arg(long, value_name = "WHETHER", action = ArgAction::Set, default_value = "on",
+          value_parser = switch())]
+    sandbox: bool,
 
     /// Run as this user, by name or number, once all is open; the sockets belong to this user, too
     #[arg(long, value_name = "USER", value_parser = account)]
@@ -25,10 +29,8 @@ pub(crate) struct Confinement {
     group: Option<Gid>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Switch {
-    On,
-    Off,
+fn switch() -> impl TypedValueParser<Value = bool> {
+    PossibleValuesParser::new(["on", "off"]).map(|word| word == "on")
 }
 
 /// A user, and the group that comes with it, if known.
@@ -64,7 +66,7 @@ impl Confinement {
             let text = "--user has no entry among the users: --group is needed";
             return Err(usage::wrong(text));
         }
-        if self.sandbox == Switch::Off && group.is_some() {
+        if !self.sandbox && group.is_some() {
             let text = "--user and --group take --sandbox on; without, have the service manager change the user";
             return Err(usage::wrong(text));
         }
@@ -77,7 +79,7 @@ impl Confinement {
     /// # Errors
     /// Those of the system.
     pub(super) fn enter(&self, removes: Vec<BorrowedFd<'_>>, connects: bool) -> Result<()> {
-        if self.sandbox == Switch::Off {
+        if !self.sandbox {
             return Ok(());
         }
         let sandbox = Sandbox { user: self.user(), group: self.group(), removes, connects };

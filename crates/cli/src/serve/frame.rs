@@ -52,11 +52,11 @@ const MAPPED: u64 = 1 << 46;
 /// How long to wait at the end until descriptors are closed.
 const CLOSED: Duration = Duration::from_secs(1);
 
-struct Frame<S> {
+struct Frame<'a, S> {
     service: S,
     manager: Manager,
     /// The users that may connect; if empty, the sockets' permissions decide.
-    users: Vec<u32>,
+    users: &'a [u32],
     begun: Instant,
     fronts: Vec<Front>,
     saved_state: Option<SavedState>,
@@ -72,15 +72,15 @@ struct Frame<S> {
 ///
 /// # Errors
 /// Some I/O does not complete.
-pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
-    let Ready { fronts, endpoint, signals, manager, users, saved_state, door, .. } = ready;
+pub(crate) fn run<S: Service>(ready: Ready<'_>, service: S) -> Result<ExitCode> {
+    let Ready { common, fronts, endpoint, signals, manager, saved_state, door, .. } = ready;
     let ((stop, running), resumed) = (ready.stop, ready.resumed);
     let frame = Frame {
         service,
         // A manager that stores what is left also starts the next process.
         leaves: AtomicBool::new(manager.stores),
         manager,
-        users,
+        users: &common.allow_uid,
         begun: Instant::now(),
         fronts,
         saved_state,
@@ -208,7 +208,7 @@ fn wait_for(signals: &UnixStream) {
     }
 }
 
-impl<S: Service> Frame<S> {
+impl<S: Service> Frame<'_, S> {
     /// Serves the front ends of a socket, one after the other, until `stop` is hung up. A
     /// connection is served once it has sent something: a silent one does not hold up others.
     fn accept(&self, at: usize, stop: BorrowedFd<'_>) {

@@ -16,9 +16,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use ringfence_run::passing;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    net::RecvFlags,
+    net::{RecvFlags, SendFlags},
 };
 use tracing::{info, warn};
 
@@ -142,7 +143,7 @@ pub(super) fn await_successor(
 
 /// Sends the saved state to one successor, and waits for its reply; no longer once `stop` is hung up.
 fn show(mut stream: &UnixStream, stop: BorrowedFd<'_>, saved_state: &SavedState) -> Result<()> {
-    mailbox::send(stream.as_fd(), HELLO, &[], &saved_state.ends())?;
+    passing::send(stream, HELLO, &saved_state.ends(), SendFlags::NOSIGNAL)?;
     let mut fds =
         [PollFd::new(stream, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
     let limit = Timespec { tv_sec: LOOKS.as_secs() as i64, tv_nsec: 0 };

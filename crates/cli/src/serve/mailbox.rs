@@ -7,24 +7,20 @@
 //! systemd keeps a file under one name only, while front ends share files.)
 
 use std::{
-    io::{self, IoSlice, IoSliceMut},
-    mem::MaybeUninit,
+    io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use ringfence_run::{Closer, PeerFd};
+use ringfence_run::{
+    Closer, PeerFd,
+    passing::{self, MOST_FDS},
+};
 use rustix::{
-    io::{Errno, ioctl_fionread},
-    net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg,
-        sendmsg, socketpair,
-    },
+    io::ioctl_fionread,
+    net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair},
 };
 
-/// A message is sent in parts. The most descriptors in one: Linux's SCM_MAX_FD.
-const PART_FDS: usize = 253;
-/// The most bytes in one: several parts fit a socket's buffer.
+/// A message is sent in parts. The most bytes in one: several parts fit a socket's buffer.
 const PART_BYTES: usize = 16 << 10;
 
 /// The length of a part's header: the number of its message (8 bytes), the number of the part in it
@@ -99,20 +95,20 @@ impl Mailbox {
     /// As [`write`](Self::write), but leaves the last message's descriptors open, in `discarded`:
     /// closing them may start a thread.
     fn replace(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let count = bytes.len().div_ceil(PART_BYTES).max(fds.len().div_ceil(PART_FDS)).max(1);
+        let count = bytes.len().div_ceil(PART_BYTES).max(fds.len().div_ceil(MOST_FDS)).max(1);
         let before = std::mem::take(&mut self.parts);
         self.last += 1;
         let (mut bytes, mut fds) = (bytes, fds);
         for part in 0..count as u32 {
             let (part_bytes, more_bytes) = bytes.split_at(bytes.len().min(PART_BYTES));
-            let (part_fds, more_fds) = fds.split_at(fds.len().min(PART_FDS));
+            let (part_fds, more_fds) = fds.split_at(fds.len().min(MOST_FDS));
             (bytes, fds) = (more_bytes, more_fds);
             let (number, part) = (self.last.to_ne_bytes(), part.to_ne_bytes());
-            let header = [&number[..], &part, &(count as u32).to_ne_bytes()].concat();
-            if let Err(error) = send(self.write.as_fd(), &header, part_bytes, part_fds) {
+            let bytes = [&number[..], &part, &(count as u32).to_ne_bytes(), part_bytes].concat();
+            if let Err(error) = passing::send(&self.write, &bytes, part_fds, SendFlags::NOSIGNAL) {
                 // Readers skip the incomplete message.
                 self.parts += before;
-                return Err(error);
+                return Err(error.into());
             }
             self.parts += 1;
         }
@@ -238,52 +234,14 @@ pub(super) fn receive(
     with_fds: bool,
 ) -> io::Result<Message> {
     let mut data = vec![0; max_len];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PART_FDS))];
-    let space = if with_fds { &mut space[..] } else { &mut [] };
-    let mut control = RecvAncillaryBuffer::new(space);
-    let flags = flags | RecvFlags::CMSG_CLOEXEC;
-    let received = loop {
-        match recvmsg(from, &mut [IoSliceMut::new(&mut data)], &mut control, flags) {
-            Err(Errno::INTR) => {}
-            received => break received?,
-        }
-    };
-    let mut fds = Vec::new();
-    for ancillary in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = ancillary {
-            fds.extend(rights);
-        }
-    }
-    if with_fds && received.flags.contains(ReturnFlags::CTRUNC) {
+    let received = passing::receive(from, &mut data, flags, with_fds)?;
+    if with_fds && received.truncated {
         return Err(io::Error::other(
             "this process has no free descriptors for those that were sent",
         ));
     }
     data.truncate(received.bytes);
-    Ok((data, fds))
-}
-
-/// Sends `header` and `bytes` as one message, with its descriptors.
-pub(super) fn send(
-    to: BorrowedFd<'_>,
-    header: &[u8],
-    bytes: &[u8],
-    fds: &[BorrowedFd<'_>],
-) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PART_FDS))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(io::Error::other("too many descriptors for a message"));
-    }
-    let data = [IoSlice::new(header), IoSlice::new(bytes)];
-    let flags = SendFlags::NOSIGNAL;
-    loop {
-        match sendmsg(to, &data, &mut control, flags) {
-            Ok(_) => return Ok(()),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-    }
+    Ok((data, received.fds))
 }
 
 #[cfg(test)]
@@ -340,13 +298,14 @@ mod tests {
         // The writer has sent the first of two parts, and died.
         for (number, part, count) in [(2_u64, 0_u32, 2_u32), (3, 1, 2), (4, 2, 2), (5, 9, 0)] {
             let header = [&number.to_ne_bytes()[..], &part.to_ne_bytes(), &count.to_ne_bytes()];
-            send(mailbox.write.as_fd(), &header.concat(), b"x", &[]).unwrap();
+            let bytes = [&header.concat()[..], b"x"].concat();
+            passing::send(&mailbox.write, &bytes, &[], SendFlags::NOSIGNAL).unwrap();
         }
         let mut next = inherit(&mailbox);
         assert_eq!(next.read().unwrap().unwrap().0, b"one");
         next.write(b"two", &[]).unwrap();
         assert_eq!(inherit(&mailbox).read().unwrap().unwrap().0, b"two");
-        send(mailbox.write.as_fd(), b"short", b"", &[]).unwrap();
+        passing::send(&mailbox.write, b"short", &[], SendFlags::NOSIGNAL).unwrap();
         assert!(inherit(&mailbox).read().is_err());
     }
 

@@ -3,7 +3,7 @@
 use std::{
     env, io,
     os::{
-        fd::{AsFd, BorrowedFd},
+        fd::BorrowedFd,
         linux::net::SocketAddrExt as _,
         unix::{
             ffi::OsStrExt as _,
@@ -13,10 +13,9 @@ use std::{
     time::Duration,
 };
 
+use ringfence_run::passing;
 use rustix::net::{self, SendFlags};
 use tracing::warn;
-
-use super::mailbox;
 
 /// The names of the descriptors that it keeps.
 pub(super) const ENDS: [&str; 2] = ["ringfence-write", "ringfence-read"];
@@ -58,7 +57,8 @@ impl Manager {
         for (name, end) in ENDS.into_iter().zip(ends) {
             // FDPOLL=0: a hang-up of it means nothing.
             let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
-            if let Err(error) = mailbox::send(socket.as_fd(), state.as_bytes(), &[], &[end]) {
+            let sent = passing::send(socket, state.as_bytes(), &[end], SendFlags::NOSIGNAL);
+            if let Err(error) = sent {
                 warn!("the service manager does not take a descriptor: {error}");
             }
         }

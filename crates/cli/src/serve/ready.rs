@@ -14,10 +14,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use ringfence_mem::{Memory, SharedFile};
-use ringfence_run::{
-    notifier,
-    worker::{Notify, Worker},
-};
+use ringfence_run::{notifier, worker::Worker};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::warn;
 
@@ -45,9 +42,11 @@ const FDS_PER_HOSTILE_SOCKET: usize = 64 + 253 + Memory::MAX_REGIONS;
 const FDS_OF_PROCESS: usize = 48;
 
 /// What the process started with.
-pub(crate) struct Begun {
+pub(crate) struct Begun<'a> {
+    common: &'a Common,
     name: &'static str,
-    sockets: usize,
+    /// Where to listen, for each socket; `None`: only where the service manager does.
+    sockets: Vec<Option<&'a Path>>,
     passed: Passed,
     /// Whether the service manager keeps what is inherited.
     is_stored: bool,
@@ -56,10 +55,10 @@ pub(crate) struct Begun {
     pub(crate) connects: bool,
 }
 
-impl Begun {
-    /// The name of socket `at`: of the one that the service manager has passed, or `path`.
-    pub(crate) fn socket(&self, at: usize, path: Option<&Path>) -> Option<PathBuf> {
-        self.passed.name(at).or_else(|| absolute(path?).ok())
+impl Begun<'_> {
+    /// The name of socket `at`: of the one that the service manager has passed, or its path.
+    pub(crate) fn socket(&self, at: usize) -> Option<PathBuf> {
+        self.passed.name(at).or_else(|| absolute(self.sockets[at]?).ok())
     }
 }
 
@@ -71,12 +70,17 @@ pub(crate) fn reader(socket: &Path) -> u64 {
 }
 
 /// Starts the log at the level of `--log`, raises the limit of descriptors as far as the system
-/// allows, and takes over what the previous process has left of the service `name` with that many
-/// `sockets`. Call it before anything is made.
+/// allows, and takes over what the previous process has left of the service `name` with as many
+/// `sockets`: where to listen, unless the service manager has opened them. Call it before anything
+/// is made.
 ///
 /// # Errors
 /// Wrong usage; what is left cannot be read.
-pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Result<Begun> {
+pub(crate) fn begin<'a>(
+    common: &'a Common,
+    name: &'static str,
+    sockets: &[Option<&'a Path>],
+) -> Result<Begun<'a>> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     log::begin(common.log);
     let limit = getrlimit(Resource::Nofile);
@@ -86,12 +90,14 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
     let mut ends = passed.ends.take();
     let is_stored = ends.is_some();
     if let Some(path) = common.hand_over.as_deref().filter(|_| ends.is_none()) {
-        ends = hand_over::take(path, name, sockets)?;
+        ends = hand_over::take(path, name, sockets.len())?;
     }
-    let inherited = ends.map(|ends| Inherited::read(ends, name, sockets)).transpose()?.flatten();
+    let read = |ends| Inherited::read(ends, name, sockets.len());
+    let inherited = ends.map(read).transpose()?.flatten();
     Ok(Begun {
+        common,
         name,
-        sockets,
+        sockets: sockets.to_vec(),
         passed,
         is_stored: is_stored && inherited.is_some(),
         inherited,
@@ -101,7 +107,8 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
 
 /// Everything that the frame needs is open, and the sandbox, if there is one, is entered: threads
 /// can be started.
-pub(crate) struct Ready {
+pub(crate) struct Ready<'a> {
+    pub(super) common: &'a Common,
     pub(super) fronts: Vec<Front>,
     pub(super) endpoint: Option<http::Endpoint>,
     /// Readable when the process is to end, and by what it becomes so.
@@ -109,26 +116,24 @@ pub(crate) struct Ready {
     /// Hung up at the end, which wakes every waiting thread.
     pub(super) stop: (UnixStream, UnixStream),
     pub(super) manager: Manager,
-    pub(super) users: Vec<u32>,
     /// The state that outlives this process, if another process holds it.
     pub(super) saved_state: Option<SavedState>,
     /// The socket on which successors ask.
     pub(super) door: Option<Listener>,
     /// Connections to resume, by socket.
     pub(super) resumed: Vec<Option<Resumed>>,
-    /// How many workers there may be, and how they wait.
+    /// How many workers there may be.
     workers: usize,
-    notify: Notify,
 }
 
-impl Ready {
+impl Ready<'_> {
     /// Threads for a device of that many queues: no more than have work.
     ///
     /// # Errors
     /// Out of threads.
     pub(crate) fn workers(&self, name: &str, queues: u16) -> Result<Arc<[Worker]>> {
         (0..self.workers.min(queues.into()).max(1))
-            .map(|at| Worker::spawn(&format!("{name}-{at}"), self.notify))
+            .map(|at| Worker::spawn(&format!("{name}-{at}"), self.common.notify))
             .collect::<io::Result<_>>()
             .context("starting a worker")
     }
@@ -161,28 +166,28 @@ impl Ready {
     }
 }
 
-/// Listens on the sockets at `paths`, or on those that the service manager has opened, and gives up
-/// opening anything more. What the service itself needs is open already, and no thread runs. Its
-/// devices have `rings` rings, all together; `make` makes the io_urings that they need.
+/// Listens on the sockets, or on those that the service manager has opened, and gives up opening
+/// anything more. What the service itself needs is open already, and no thread runs. Its devices
+/// have `rings` rings, all together; `make` makes the io_urings that they need.
 ///
 /// # Errors
 /// Wrong usage; a socket or the metrics endpoint cannot be opened; the sandbox cannot be entered.
 pub(crate) fn open(
-    begun: Begun,
-    common: &Common,
-    paths: &[&Path],
+    begun: Begun<'_>,
     rings: usize,
     make: impl FnOnce() -> Result<()>,
-) -> Result<Ready> {
+) -> Result<Ready<'_>> {
     fault::end_process_on_panic();
-    let Begun { name, sockets, passed, is_stored, mut inherited, connects } = begun;
+    let Begun { common, name, sockets, passed, is_stored, mut inherited, connects } = begun;
+    let paths: Vec<_> = sockets.iter().copied().flatten().collect();
+    let sockets = sockets.len();
     enough_descriptors(rings, sockets)?;
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     // Before any front end can connect: the signal may come right after, and must end the service
     // in order.
     let signals = signals().context("preparing for signals")?;
     let left = inherited.as_mut().map(|left| std::mem::take(&mut left.listeners));
-    let listeners = socket::open(paths, sockets, common.access(), passed, left)?;
+    let listeners = socket::open(&paths, sockets, common.access(), passed, left)?;
     let fronts: Vec<_> = listeners.into_iter().map(Front::new).collect();
     let endpoint = match &common.metrics {
         Some(address) => Some(
@@ -225,19 +230,17 @@ pub(crate) fn open(
     let removes = removes.chain(door.iter().filter_map(Listener::folder)).collect();
     common.confine.enter(removes, connects)?;
     log::start();
-    let (users, notify) = (common.allow_uid.clone(), common.notify);
     Ok(Ready {
+        common,
         fronts,
         endpoint,
         signals,
         stop,
         manager,
-        users,
         saved_state,
         door,
         resumed,
         workers,
-        notify,
     })
 }
 

@@ -12,7 +12,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::{
-    Image,
+    Image, rings,
     submitter::{AGAIN, Pending},
 };
 
@@ -71,7 +71,7 @@ impl FileIo {
     /// thread or descriptor is left for an image with [buffers](Image::has_own_buffers).
     pub fn new(image: Arc<Image>, depth: u32) -> io::Result<FileIo> {
         let depth = depth.clamp(1, 4096).next_power_of_two();
-        let ring = image.rings.take(depth)?;
+        let ring = image.rings.take(|| rings::make(depth))?;
         let depth = depth.min(ring.params().sq_entries());
         let ring = ManuallyDrop::new(ring);
         let mut io =

@@ -15,6 +15,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use ringfence_run::restricted::Pool;
 use rustix::fs::{
     AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl,
     ioctl_blksszget, open, statx,
@@ -25,8 +26,7 @@ use super::{
     hand_over::HandOver,
     lock::wait_for_lock,
     options::{ImageError, ImageOptions},
-    origin,
-    rings::Rings,
+    origin, rings,
     submitter::Submitter,
 };
 use crate::path;
@@ -56,7 +56,7 @@ pub struct Image {
     writes_through: bool,
     submitter: Mutex<Option<Arc<Submitter>>>,
     /// What its requests go by.
-    pub(super) rings: Rings,
+    pub(super) rings: Pool,
 }
 
 /// The same file, open past the page cache.
@@ -98,7 +98,7 @@ impl Image {
             own_buffers: false,
             writes_through: origin::writes_through(&file),
             submitter: Mutex::default(),
-            rings: Rings::default(),
+            rings: Pool::new(),
             file: file.into(),
         }
     }
@@ -114,7 +114,7 @@ impl Image {
     /// # Errors
     /// The kernel has no io_uring, or forbids it here.
     pub fn make_rings(&self, count: usize, depth: u16) -> io::Result<()> {
-        self.rings.make_ahead(count, depth.into())
+        self.rings.make_ahead(count, || rings::make(depth.into()))
     }
 
     /// Opens the image at `path`, and locks it, unless it is to be handed over: one process may

@@ -4,28 +4,10 @@
 use std::io;
 
 use io_uring::{IoUring, opcode, register::Restriction};
-use parking_lot::Mutex;
 use ringfence_run::restricted;
 
-/// Those that are made ahead, for a process that makes none later.
-#[derive(Debug, Default)]
-pub(super) struct Rings(Mutex<State>);
-
-#[derive(Default)]
-struct State {
-    spare: Vec<IoUring>,
-    /// How many were made ahead; with none, each is made when it is needed.
-    made: usize,
-}
-
-impl std::fmt::Debug for State {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} of {} rings", self.spare.len(), self.made)
-    }
-}
-
-/// For up to `depth` requests at a time.
-fn make(depth: u32) -> io::Result<IoUring> {
+/// One for up to `depth` requests at a time.
+pub(super) fn make(depth: u32) -> io::Result<IoUring> {
     let operations =
         [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE, opcode::Fallocate::CODE];
     restricted::ring(
@@ -33,50 +15,6 @@ fn make(depth: u32) -> io::Result<IoUring> {
         depth,
         operations.map(Restriction::sqe_op),
     )
-}
-
-impl Rings {
-    /// Makes `count` rings, each for up to `depth` requests: from now on no others are made.
-    ///
-    /// # Errors
-    /// The kernel has no io_uring, or forbids it here.
-    pub(super) fn make_ahead(&self, count: usize, depth: u32) -> io::Result<()> {
-        let mut more = (0..count).map(|_| make(depth)).collect::<io::Result<Vec<_>>>()?;
-        let mut state = self.0.lock();
-        state.made += count;
-        state.spare.append(&mut more);
-        Ok(())
-    }
-
-    /// One for up to `depth` requests, or as many as those that were made ahead are for.
-    ///
-    /// # Errors
-    /// The kernel has no io_uring; all that were made ahead are in use.
-    pub(super) fn take(&self, depth: u32) -> io::Result<IoUring> {
-        let mut state = self.0.lock();
-        if let Some(ring) = state.spare.pop() {
-            return Ok(ring);
-        }
-        match state.made {
-            0 => {
-                drop(state);
-                make(depth)
-            }
-            made => Err(io::Error::other(format!(
-                "all {made} io_urings of the image are in use, by rings whose requests the disk has not completed"
-            ))),
-        }
-    }
-
-    /// Takes back one of which all requests are reaped.
-    pub(super) fn give_back(&self, ring: IoUring) {
-        let mut state = self.0.lock();
-        if state.spare.len() < state.made {
-            // It fails where there is none.
-            let _ = ring.submitter().unregister_eventfd();
-            state.spare.push(ring);
-        }
-    }
 }
 
 #[cfg(test)]
@@ -116,18 +54,19 @@ mod tests {
 
     #[test]
     fn rings_that_are_made_ahead_are_all_that_there_are() {
-        let rings = Rings::default();
-        drop(rings.take(4).unwrap());
-        rings.make_ahead(2, 4).unwrap();
-        let one = rings.take(4).unwrap();
+        let rings = restricted::Pool::new();
+        let take = || rings.take(|| make(4));
+        drop(take().unwrap());
+        rings.make_ahead(2, || make(4)).unwrap();
+        let one = take().unwrap();
         let event = ringfence_run::event::new().unwrap();
         let event = std::os::fd::AsRawFd::as_raw_fd(&event);
         one.submitter().register_eventfd(event).unwrap();
-        let _other = rings.take(4).unwrap();
-        let refused = rings.take(4).err().unwrap();
+        let _other = take().unwrap();
+        let refused = take().err().unwrap();
         assert!(refused.to_string().starts_with("all 2 io_urings"));
         rings.give_back(one);
         // As good as new.
-        rings.take(4).unwrap().submitter().register_eventfd(event).unwrap();
+        take().unwrap().submitter().register_eventfd(event).unwrap();
     }
 }

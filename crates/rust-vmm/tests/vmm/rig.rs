@@ -280,18 +280,13 @@ impl Subject for Vmm {
         self.iommu.local().write_config(offset as u64, data).map_err(failed)
     }
 
-    fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
-        self.send(1 << 20, readable, writable)
-    }
-
-    fn request_split(
+    fn request(
         &mut self,
         piece: usize,
         readable: &[u8],
         writable: &mut [u8],
-    ) -> Option<Result<u32, Failed>> {
-        let fits = (readable.len() + writable.len()).div_ceil(piece) + 2 <= SIZE.into();
-        fits.then(|| self.send(piece, readable, writable))
+    ) -> Result<u32, Failed> {
+        self.send(piece, readable, writable)
     }
 
     fn endpoints(&self) -> Vec<u32> {

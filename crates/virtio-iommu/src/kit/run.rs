@@ -29,7 +29,7 @@ pub fn run(subject: &mut dyn Subject, wanted: impl Fn(&Check) -> bool) -> Report
         }
         let outcome = match &lost {
             Some(failed) => Outcome::NotRun(format!("the device cannot be started: {failed}")),
-            None => match (check.run)(&mut bench) {
+            None => match bench.needs(check.needs).and_then(|()| (check.run)(&mut bench)) {
                 Ok(()) => Outcome::Pass(bench.take_note()),
                 Err(Stop::Mismatch(mismatch)) => Outcome::Fail(mismatch),
                 Err(Stop::NotApplicable(why)) => Outcome::NotApplicable(why),

@@ -31,26 +31,20 @@ pub trait Subject {
     /// The write did not get through. A device that ignores it is no error.
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed>;
 
-    /// Puts one request into the request queue and waits for it: a descriptor with `readable` and
-    /// one with `writable` (up to 72 bytes, and 16 KiB and a tail), either left out where it is
-    /// empty (never both). The device finds in its buffer what `writable` holds, and `writable`
-    /// holds afterwards what is in the buffer, also behind the used length. Returns the used
-    /// length.
+    /// Puts one request into the request queue and waits for it: descriptors with `readable` and
+    /// descriptors with `writable` (up to 72 bytes, and 16 KiB and a tail), of at most `piece` bytes
+    /// each: usually one of each, and 40 in all at most. There is none where it is empty (never
+    /// both). The device finds in its buffers what `writable` holds, and `writable` holds afterwards
+    /// what is in the buffers, also behind the used length. Returns the used length.
     ///
     /// # Errors
     /// [`Failed::Timeout`] if the request does not come back within the subject's time-out.
-    fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed>;
-
-    /// [`request`](Self::request) over many descriptors, of at most `piece` bytes each.
-    fn request_split(
+    fn request(
         &mut self,
         piece: usize,
         readable: &[u8],
         writable: &mut [u8],
-    ) -> Option<Result<u32, Failed>> {
-        let _ = (piece, readable, writable);
-        None
-    }
+    ) -> Result<u32, Failed>;
 
     /// The endpoints behind the device that may be used. One is needed, two are better.
     fn endpoints(&self) -> Vec<u32>;
@@ -140,12 +134,4 @@ pub enum Failed {
     /// The device, or the way to it, broke.
     #[error(transparent)]
     Broken(Box<dyn Error + Send + Sync>),
-    /// The device, or the way to it, broke in a known step.
-    #[error("{step}: {source}")]
-    Step {
-        /// What was done.
-        step: String,
-        /// Why it failed.
-        source: Box<dyn Error + Send + Sync>,
-    },
 }

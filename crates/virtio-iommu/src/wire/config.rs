@@ -10,18 +10,18 @@ use zerocopy::{
 pub const CONFIG_LEN: usize = size_of::<RawConfig>();
 
 /// The offset of the field `bypass`.
-const BYPASS_AT: usize = 36;
+pub(crate) const BYPASS_AT: usize = 36;
 
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct RawConfig {
-    page_size_mask: U64,
-    input_start: U64,
-    input_end: U64,
-    domain_start: U32,
-    domain_end: U32,
-    probe_size: U32,
-    bypass: u8,
+pub(crate) struct RawConfig {
+    pub(crate) page_size_mask: U64,
+    pub(crate) input_start: U64,
+    pub(crate) input_end: U64,
+    pub(crate) domain_start: U32,
+    pub(crate) domain_end: U32,
+    pub(crate) probe_size: U32,
+    pub(crate) bypass: u8,
     reserved: [u8; 3],
 }
 

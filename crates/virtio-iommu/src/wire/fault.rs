@@ -10,17 +10,17 @@ use zerocopy::{
 pub const FAULT_LEN: usize = size_of::<RawFault>();
 
 /// The flags for reads and writes are the bits of [`Prot`].
-const F_ADDRESS: u32 = 0x100;
+pub(crate) const F_ADDRESS: u32 = 0x100;
 
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct RawFault {
-    reason: u8,
-    reserved: [u8; 3],
-    flags: U32,
-    endpoint: U32,
-    reserved1: U32,
-    address: U64,
+pub(crate) struct RawFault {
+    pub(crate) reason: u8,
+    pub(crate) reserved: [u8; 3],
+    pub(crate) flags: U32,
+    pub(crate) endpoint: U32,
+    pub(crate) reserved1: U32,
+    pub(crate) address: U64,
 }
 
 /// A refused access, as it is reported to the driver.

@@ -12,8 +12,11 @@ mod fault;
 mod property;
 mod request;
 
+pub(crate) use config::{BYPASS_AT, RawConfig};
 pub use config::{CONFIG_LEN, ConfigError, IommuConfig};
+pub(crate) use fault::{F_ADDRESS, RawFault};
 pub use fault::{FAULT_LEN, FaultRecord};
+pub(crate) use property::RawRegion;
 pub use property::{Properties, write_properties};
 pub use request::{
     AttachFlags, Kind, MAX_REQUEST_LEN, MapFlags, MapRequest, ParseError, Request, TAIL_LEN,

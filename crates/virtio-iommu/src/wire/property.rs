@@ -1,6 +1,7 @@
 //! The properties of an endpoint, as PROBE returns them (5.13.6.7).
 
 use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, little_endian::U64};
 
 /// Header bytes of a property: type and length.
 const HEADER: usize = 4;
@@ -8,21 +9,32 @@ const HEADER: usize = 4;
 const RESV_MEM: u16 = 1;
 /// The bits of the first header word that hold the type; the others are reserved.
 const TYPE_MASK: u16 = 0x0fff;
-/// The length that a RESV_MEM property states: its bytes without the header (rule V25).
-const RESV_MEM_BODY: u16 = 20;
-
 /// The bytes of a RESV_MEM property with its header.
-const RESV_MEM_LEN: usize = HEADER + RESV_MEM_BODY as usize;
+const RESV_MEM_LEN: usize = HEADER + size_of::<RawRegion>();
+
+/// A RESV_MEM property without its header: these are the bytes that its length counts (rule V25).
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawRegion {
+    pub(crate) subtype: u8,
+    pub(crate) reserved: [u8; 3],
+    pub(crate) first: U64,
+    pub(crate) last: U64,
+}
 
 /// The bytes of the property that describes `region`. A driver must not map over a directly mapped
 /// region, so it is reported as reserved.
 fn emit(region: ReservedRegion) -> [u8; RESV_MEM_LEN] {
+    let body = RawRegion {
+        subtype: (region.kind == ReservedKind::Msi).into(),
+        reserved: [0; 3],
+        first: region.range.first().0.into(),
+        last: region.range.last().0.into(),
+    };
     let mut out = [0; RESV_MEM_LEN];
     out[0..2].copy_from_slice(&RESV_MEM.to_le_bytes());
-    out[2..4].copy_from_slice(&RESV_MEM_BODY.to_le_bytes());
-    out[4] = (region.kind == ReservedKind::Msi).into();
-    out[8..16].copy_from_slice(&region.range.first().0.to_le_bytes());
-    out[16..24].copy_from_slice(&region.range.last().0.to_le_bytes());
+    out[2..4].copy_from_slice(&(size_of::<RawRegion>() as u16).to_le_bytes());
+    out[HEADER..].copy_from_slice(body.as_bytes());
     out
 }
 
@@ -86,10 +98,10 @@ impl Iterator for Properties<'_> {
 }
 
 fn resv_mem(body: &[u8]) -> Option<ReservedRegion> {
-    let body = body.first_chunk::<{ RESV_MEM_BODY as usize }>()?;
-    let word = |at: usize| u64::from_le_bytes(body[at..at + 8].try_into().expect("eight bytes"));
-    let kind = if body[0] == 1 { ReservedKind::Msi } else { ReservedKind::Reserved };
-    Some(ReservedRegion { range: Range::new(Iova(word(4)), Iova(word(12)))?, kind })
+    let (region, _) = RawRegion::read_from_prefix(body).ok()?;
+    let kind = if region.subtype == 1 { ReservedKind::Msi } else { ReservedKind::Reserved };
+    let (first, last) = (Iova(region.first.get()), Iova(region.last.get()));
+    Some(ReservedRegion { range: Range::new(first, last)?, kind })
 }
 
 #[cfg(test)]

@@ -67,10 +67,17 @@ impl Subject for Model {
         Ok(())
     }
 
-    fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
+    fn request(
+        &mut self,
+        piece: usize,
+        readable: &[u8],
+        writable: &mut [u8],
+    ) -> Result<u32, Failed> {
         if self.hung {
             return Err(Failed::Timeout);
         }
+        let one = if self.is(OneDescriptor) { piece } else { usize::MAX };
+        let readable = &readable[..one.min(readable.len())];
         if writable.len() < 4 {
             if self.is(ShortTailIsWritten) {
                 writable.fill(0);
@@ -105,18 +112,6 @@ impl Subject for Model {
         let dirty = if self.is(TailIsDirty) { 1 } else { 0 };
         writable[at..at + 4].copy_from_slice(&[status, 0, dirty, 0]);
         Ok(at as u32 + 4)
-    }
-
-    fn request_split(
-        &mut self,
-        piece: usize,
-        readable: &[u8],
-        writable: &mut [u8],
-    ) -> Option<Result<u32, Failed>> {
-        if self.is(OneDescriptor) {
-            return Some(self.request(&readable[..piece.min(readable.len())], writable));
-        }
-        Some(self.request(readable, writable))
     }
 
     fn endpoints(&self) -> Vec<u32> {

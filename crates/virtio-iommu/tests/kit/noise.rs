@@ -71,7 +71,7 @@ impl Subject for Noise {
         self.config[offset..offset + data.len()].copy_from_slice(data);
         Ok(())
     }
-    fn request(&mut self, _: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
+    fn request(&mut self, _: usize, _: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
         let len = writable.len();
         for at in (0..len).step_by(4) {
             let word = (self.number() as u32).to_le_bytes();

@@ -57,29 +57,6 @@ impl Ours {
         let posted = HashMap::new();
         Ours { bench, faults, ram, driver, requests, event_driver, events, posted }
     }
-
-    fn send(&mut self, piece: usize, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
-        self.ram.write(BYTES, readable).map_err(failed)?;
-        self.ram.write(REPLY, writable).map_err(failed)?;
-        let pieces = |from: u64, len: usize, write: bool| {
-            (0..len).step_by(piece).map(move |at| {
-                let len = piece.min(len - at) as u32;
-                Desc { addr: from + at as u64, len, write }
-            })
-        };
-        let readable = pieces(BYTES, readable.len(), false);
-        let descs: Vec<Desc> = readable.chain(pieces(REPLY, writable.len(), true)).collect();
-        self.driver.add(&descs, 1).map_err(failed)?;
-        self.driver.publish();
-        for _ in 0..1000 {
-            self.requests.poll(&self.ram).map_err(failed)?;
-            if let Some(used) = self.driver.pop().map_err(failed)? {
-                self.ram.read(REPLY, writable).map_err(failed)?;
-                return Ok(used.len);
-            }
-        }
-        Err(Failed::Timeout)
-    }
 }
 
 impl Subject for Ours {
@@ -110,17 +87,32 @@ impl Subject for Ours {
         self.bench.device.write_config(offset, data).map_err(failed)
     }
 
-    fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
-        self.send(1 << 20, readable, writable)
-    }
-
-    fn request_split(
+    fn request(
         &mut self,
         piece: usize,
         readable: &[u8],
         writable: &mut [u8],
-    ) -> Option<Result<u32, Failed>> {
-        Some(self.send(piece, readable, writable))
+    ) -> Result<u32, Failed> {
+        self.ram.write(BYTES, readable).map_err(failed)?;
+        self.ram.write(REPLY, writable).map_err(failed)?;
+        let pieces = |from: u64, len: usize, write: bool| {
+            (0..len).step_by(piece).map(move |at| {
+                let len = piece.min(len - at) as u32;
+                Desc { addr: from + at as u64, len, write }
+            })
+        };
+        let readable = pieces(BYTES, readable.len(), false);
+        let descs: Vec<Desc> = readable.chain(pieces(REPLY, writable.len(), true)).collect();
+        self.driver.add(&descs, 1).map_err(failed)?;
+        self.driver.publish();
+        for _ in 0..1000 {
+            self.requests.poll(&self.ram).map_err(failed)?;
+            if let Some(used) = self.driver.pop().map_err(failed)? {
+                self.ram.read(REPLY, writable).map_err(failed)?;
+                return Ok(used.len);
+            }
+        }
+        Err(Failed::Timeout)
     }
 
     fn endpoints(&self) -> Vec<u32> {

@@ -1,6 +1,6 @@
 //! What endpoints reach, and the reports of what they do not.
 
-use super::{Bench, PAGES, Stop, not_applicable};
+use super::{Bench, PAGES, Stop, Verdict, not_applicable};
 use crate::{
     kit::{ACCESS, Event, Refused},
     wire::Status,
@@ -12,7 +12,7 @@ const TAG: u64 = 0x5249_4e47_0000_0000;
 const WRITTEN: u8 = 0xa5;
 /// What an endpoint's access came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::kit) enum Reached {
+pub(crate) enum Reached {
     /// It was refused, and nothing of the kit's memory has changed.
     Nothing,
     /// Guest memory at this address.
@@ -47,7 +47,7 @@ impl Bench<'_> {
         (Self::tag(word) == *bytes).then_some(word)
     }
 
-    pub(in crate::kit) fn tag_memory(&mut self) {
+    pub(crate) fn tag_memory(&mut self) {
         for address in self.blocks() {
             self.subject.poke(address, &Self::tag(address));
         }
@@ -70,12 +70,7 @@ impl Bench<'_> {
     }
 
     /// An endpoint reads or writes [`ACCESS`] bytes.
-    pub(in crate::kit) fn reach(
-        &mut self,
-        endpoint: u32,
-        iova: u64,
-        write: bool,
-    ) -> Result<Reached, Stop> {
+    pub(crate) fn reach(&mut self, endpoint: u32, iova: u64, write: bool) -> Result<Reached, Stop> {
         let verb = if write { "writes" } else { "reads" };
         self.steps.push(format!("endpoint {endpoint} {verb} at {iova:#x}"));
         let mut bytes = [WRITTEN; ACCESS];
@@ -103,25 +98,25 @@ impl Bench<'_> {
     }
 
     /// Expects that an access comes to `expected`.
-    pub(in crate::kit) fn expect_reach(
+    pub(crate) fn expect_reach(
         &mut self,
         endpoint: u32,
         iova: u64,
         write: bool,
         expected: Reached,
-    ) -> Result<(), Stop> {
+    ) -> Verdict {
         let reached = self.reach(endpoint, iova, write)?;
         self.holds(reached == expected, reached, expected)
     }
 
     /// Expects that reads and writes at the beginning and at the end of `at` reach guest memory
     /// from `phys` on.
-    pub(in crate::kit) fn expect_translated(
+    pub(crate) fn expect_translated(
         &mut self,
         endpoint: u32,
         at: (u64, u64),
         phys: u64,
-    ) -> Result<(), Stop> {
+    ) -> Verdict {
         let last = at.1 - (ACCESS as u64 - 1);
         for write in [false, true] {
             self.expect_reach(endpoint, at.0, write, Reached::At(phys))?;
@@ -131,11 +126,7 @@ impl Bench<'_> {
     }
 
     /// Expects that reads and writes at the beginning and at the end of `at` are refused.
-    pub(in crate::kit) fn expect_out_of_reach(
-        &mut self,
-        endpoint: u32,
-        at: (u64, u64),
-    ) -> Result<(), Stop> {
+    pub(crate) fn expect_out_of_reach(&mut self, endpoint: u32, at: (u64, u64)) -> Verdict {
         for write in [false, true] {
             self.expect_reach(endpoint, at.0, write, Reached::Nothing)?;
             self.expect_reach(endpoint, at.1 - (ACCESS as u64 - 1), write, Reached::Nothing)?;
@@ -144,12 +135,7 @@ impl Bench<'_> {
     }
 
     /// Expects that neither a read nor a write at `iova` reaches guest memory at `phys`.
-    pub(in crate::kit) fn expect_not_at(
-        &mut self,
-        endpoint: u32,
-        iova: u64,
-        phys: u64,
-    ) -> Result<(), Stop> {
+    pub(crate) fn expect_not_at(&mut self, endpoint: u32, iova: u64, phys: u64) -> Verdict {
         for write in [false, true] {
             let reached = self.reach(endpoint, iova, write)?;
             self.holds(reached != Reached::At(phys), reached, "nothing of the domain")?;
@@ -159,7 +145,7 @@ impl Bench<'_> {
 
     /// Whether the page at `iova` of a domain is mapped, with an endpoint in it: by an access, or
     /// if none can be made, by the status of a MAP over it.
-    pub(in crate::kit) fn is_mapped(
+    pub(crate) fn is_mapped(
         &mut self,
         domain: u32,
         endpoint: u32,
@@ -180,11 +166,7 @@ impl Bench<'_> {
     }
 
     /// Not applicable if [`is_mapped`](Self::is_mapped) could not find out: to be called before it.
-    pub(in crate::kit) fn can_observe_mapped(
-        &mut self,
-        domain: u32,
-        endpoint: u32,
-    ) -> Result<(), Stop> {
+    pub(crate) fn can_observe_mapped(&mut self, domain: u32, endpoint: u32) -> Verdict {
         let (first, last) = self.pages(PAGES - 1, PAGES - 1);
         match self.reach(endpoint, first, false) {
             Ok(_) => return Ok(()),
@@ -206,7 +188,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    pub(in crate::kit) fn post(&mut self, len: usize) -> Result<(), Stop> {
+    pub(crate) fn post(&mut self, len: usize) -> Verdict {
         self.steps.push(format!("an event buffer of {len} bytes"));
         match self.subject.post_event_buffer(len) {
             None => not_applicable("there is no event queue to look at"),
@@ -214,7 +196,7 @@ impl Bench<'_> {
         }
     }
 
-    pub(in crate::kit) fn event(&mut self) -> Result<Option<Event>, Stop> {
+    pub(crate) fn event(&mut self) -> Result<Option<Event>, Stop> {
         let event = self.subject.next_event()?;
         self.steps.push(match &event {
             Some(event) => format!("an event of {} bytes", event.used),

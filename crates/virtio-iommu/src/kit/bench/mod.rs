@@ -4,12 +4,15 @@ mod access;
 mod requests;
 
 pub(super) use access::Reached;
-pub(super) use requests::{Reply, UNWRITTEN, attach, describe, map, unmap};
+pub(super) use requests::{Reply, UNWRITTEN, WHOLE, attach, describe, map, unmap};
 
 use std::fmt::Display;
 
 use super::{Failed, Level, Mismatch, Subject};
-use crate::wire::{CONFIG_LEN, Features, MAX_REQUEST_LEN, Properties, Request, Status, TAIL_LEN};
+use crate::wire::{
+    BYPASS_AT, Features, MAX_REQUEST_LEN, Properties, RawConfig, Request, Status, TAIL_LEN,
+};
+use zerocopy::{FromZeros, IntoBytes};
 
 /// One requirement on a device.
 #[derive(Clone, Copy, Debug)]
@@ -24,15 +27,17 @@ pub struct Check {
     pub name: &'static str,
     /// What the device must do, in a sentence.
     pub says: &'static str,
+    /// The features without which it does not apply.
+    pub(super) needs: Features,
     pub(super) run: fn(&mut Bench<'_>) -> Verdict,
 }
 
 /// How a check ends: well, or before its end.
-pub(super) type Verdict = Result<(), Stop>;
+pub(crate) type Verdict = Result<(), Stop>;
 
 /// Why a check ends early.
 #[derive(Debug)]
-pub(super) enum Stop {
+pub(crate) enum Stop {
     /// The device does otherwise.
     Mismatch(Mismatch),
     /// It cannot be judged: why.
@@ -64,15 +69,13 @@ fn mismatch<T>(sent: String, came: impl Display, expected: impl Display) -> Resu
 
 /// The kit's own pages, in guest memory and in each domain.
 pub(super) const PAGES: u64 = 32;
-/// The offset of the field `bypass` in the configuration.
-const BYPASS: usize = 36;
 /// The largest `probe_size` that is tried: more is no size but a mistake.
 const MOST_PROBED: usize = 1 << 14;
 /// How many of the last steps a report lists.
 const STEPS: usize = 8;
 
 /// A device under test, started, and what was done to it since.
-pub(super) struct Bench<'a> {
+pub(crate) struct Bench<'a> {
     pub(super) subject: &'a mut dyn Subject,
     /// The features that the driver accepted.
     pub(super) features: Features,
@@ -81,7 +84,7 @@ pub(super) struct Bench<'a> {
     note: Option<String>,
     /// What `bypass` was at first.
     initial_bypass: Option<u8>,
-    config: [u8; CONFIG_LEN],
+    config: RawConfig,
     /// The kit's first page in each domain, or why there is no room for its pages. Not known before
     /// the first start.
     base: Option<Result<u64, String>>,
@@ -95,7 +98,7 @@ impl<'a> Bench<'a> {
             steps: Vec::new(),
             note: None,
             initial_bypass: None,
-            config: [0; CONFIG_LEN],
+            config: RawConfig::new_zeroed(),
             base: None,
         }
     }
@@ -115,10 +118,10 @@ impl<'a> Bench<'a> {
         self.note = None;
         self.steps.clear();
         self.start(self.wanted())?;
-        self.subject.read_config(0, &mut self.config)?;
+        self.subject.read_config(0, self.config.as_mut_bytes())?;
         if self.features.contains(Features::BYPASS_CONFIG) {
-            self.initial_bypass.get_or_insert(self.config[BYPASS]);
-            self.subject.write_config(BYPASS, &[0])?;
+            self.initial_bypass.get_or_insert(self.config.bypass);
+            self.subject.write_config(BYPASS_AT, &[0])?;
         }
         if self.base.is_none() {
             self.base = Some(self.find_window()?);
@@ -142,7 +145,7 @@ impl<'a> Bench<'a> {
         if self.start(self.wanted()).is_ok()
             && let Some(bypass) = self.initial_bypass
         {
-            let _ = self.subject.write_config(BYPASS, &[bypass]);
+            let _ = self.subject.write_config(BYPASS_AT, &[bypass]);
         }
     }
 
@@ -181,16 +184,16 @@ impl<'a> Bench<'a> {
         if does { Ok(()) } else { self.mismatch(came, expected) }
     }
 
-    /// Not applicable unless the driver has accepted `feature`.
+    /// Not applicable unless the driver has accepted all `features`.
     ///
     /// What MAP_UNMAP is needed for needs room for the kit's pages as well.
-    pub(super) fn needs(&self, feature: Features) -> Result<(), Stop> {
-        let names: Vec<&str> = feature.iter_names().map(|(name, _)| name).collect();
-        let offered = self.features.contains(feature);
-        applies(offered, format!("{} is not offered", names.join(", ")))?;
+    pub(super) fn needs(&self, features: Features) -> Verdict {
+        for (name, feature) in features.iter_names() {
+            applies(self.features.contains(feature), format!("{name} is not offered"))?;
+        }
         match &self.base {
-            Some(Err(why)) if feature == Features::MAP_UNMAP => not_applicable(why.as_str()),
-            _ if feature == Features::PROBE && self.probe_size() > MOST_PROBED => {
+            Some(Err(why)) if features.contains(Features::MAP_UNMAP) => not_applicable(&**why),
+            _ if features.contains(Features::PROBE) && self.probe_size() > MOST_PROBED => {
                 not_applicable(format!("probe_size is {}", self.probe_size()))
             }
             _ => Ok(()),
@@ -199,16 +202,8 @@ impl<'a> Bench<'a> {
 
     // The configuration.
 
-    fn config_u64(&self, at: usize) -> u64 {
-        u64::from_le_bytes(self.config[at..at + 8].try_into().expect("eight bytes"))
-    }
-
-    fn config_u32(&self, at: usize) -> u32 {
-        u32::from_le_bytes(self.config[at..at + 4].try_into().expect("four bytes"))
-    }
-
     pub(super) fn page_size_mask(&self) -> u64 {
-        self.config_u64(0)
+        self.config.page_size_mask.get()
     }
 
     /// The smallest page size; 4 KiB if there is none.
@@ -231,7 +226,7 @@ impl<'a> Bench<'a> {
     /// What can be mapped: first and last.
     pub(super) fn input_range(&self) -> (u64, u64) {
         match self.features.contains(Features::INPUT_RANGE) {
-            true => (self.config_u64(8), self.config_u64(16)),
+            true => (self.config.input_start.get(), self.config.input_end.get()),
             false => (0, u64::MAX),
         }
     }
@@ -239,13 +234,13 @@ impl<'a> Bench<'a> {
     /// The first and the last number of a domain.
     pub(super) fn domain_range(&self) -> (u32, u32) {
         match self.features.contains(Features::DOMAIN_RANGE) {
-            true => (self.config_u32(24), self.config_u32(28)),
+            true => (self.config.domain_start.get(), self.config.domain_end.get()),
             false => (0, u32::MAX),
         }
     }
 
     pub(super) fn probe_size(&self) -> usize {
-        self.config_u32(32) as usize
+        self.config.probe_size.get() as usize
     }
 
     /// What `bypass` was when the kit came to it, before it wrote to it.
@@ -255,15 +250,15 @@ impl<'a> Bench<'a> {
 
     pub(super) fn read_bypass(&mut self) -> Result<u8, Stop> {
         let mut byte = [0];
-        self.subject.read_config(BYPASS, &mut byte)?;
+        self.subject.read_config(BYPASS_AT, &mut byte)?;
         let [byte] = byte;
         self.steps.push(format!("bypass reads {byte}"));
         Ok(byte)
     }
 
-    pub(super) fn write_bypass(&mut self, value: u8) -> Result<(), Stop> {
+    pub(super) fn write_bypass(&mut self, value: u8) -> Verdict {
         self.steps.push(format!("bypass = {value}"));
-        Ok(self.subject.write_config(BYPASS, &[value])?)
+        Ok(self.subject.write_config(BYPASS_AT, &[value])?)
     }
 
     // Numbers to work with.
@@ -348,7 +343,7 @@ impl<'a> Bench<'a> {
         let len = Request::Probe { endpoint }.emit(&mut bytes);
         let size = self.probe_size();
         let mut reply = vec![UNWRITTEN; size + TAIL_LEN];
-        self.subject.request(&bytes[..len], &mut reply)?;
+        self.subject.request(WHOLE, &bytes[..len], &mut reply)?;
         if reply[size] != Status::Ok as u8 {
             return Ok(Vec::new());
         }

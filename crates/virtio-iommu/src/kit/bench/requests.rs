@@ -4,22 +4,25 @@ use std::fmt::Display;
 
 use ringfence_iommu::{Iova, Range};
 
-use super::{Bench, Stop, applies, mismatch, not_applicable};
+use super::{Bench, Stop, Verdict, applies, mismatch};
 use crate::wire::{
     AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, MapRequest, Request, Status, TAIL_LEN,
     UnmapRequest,
 };
 
 /// The value of the bytes of a reply that the device has not written.
-pub(in crate::kit) const UNWRITTEN: u8 = 0xee;
+pub(crate) const UNWRITTEN: u8 = 0xee;
+
+/// Pieces so large that every request lies in one descriptor for reading and one for writing.
+pub(crate) const WHOLE: usize = usize::MAX;
 
 /// A reply.
 #[derive(Clone, Debug)]
-pub(in crate::kit) struct Reply {
+pub(crate) struct Reply {
     /// What was done to the device since the check began, this request included.
     sent: String,
-    pub(in crate::kit) used: u32,
-    pub(in crate::kit) bytes: Vec<u8>,
+    pub(crate) used: u32,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl Reply {
@@ -28,20 +31,20 @@ impl Reply {
     }
 
     /// The last bytes: status and reserved.
-    pub(in crate::kit) fn tail(&self) -> Option<[u8; TAIL_LEN]> {
+    pub(crate) fn tail(&self) -> Option<[u8; TAIL_LEN]> {
         self.bytes.last_chunk().copied().filter(|_| self.used > 0)
     }
 
-    pub(in crate::kit) fn status(&self) -> Option<Status> {
+    pub(crate) fn status(&self) -> Option<Status> {
         self.tail().and_then(|tail| Status::from_u8(tail[0]))
     }
 
-    pub(in crate::kit) fn is(&self, status: Status) -> bool {
+    pub(crate) fn is(&self, status: Status) -> bool {
         self.status() == Some(status)
     }
 
     /// Expects one of the statuses.
-    pub(in crate::kit) fn expect(&self, statuses: &[Status]) -> Result<(), Stop> {
+    pub(crate) fn expect(&self, statuses: &[Status]) -> Verdict {
         if self.status().is_some_and(|status| statuses.contains(&status)) {
             return Ok(());
         }
@@ -50,12 +53,12 @@ impl Reply {
     }
 
     /// Expects that a request is refused, with any status or none.
-    pub(in crate::kit) fn expect_refusal(&self) -> Result<(), Stop> {
+    pub(crate) fn expect_refusal(&self) -> Verdict {
         if self.is(Status::Ok) { self.mismatch(self, "a refusal") } else { Ok(()) }
     }
 
     /// Expects that the buffer comes back without a byte written.
-    pub(in crate::kit) fn expect_unwritten(&self) -> Result<(), Stop> {
+    pub(crate) fn expect_unwritten(&self) -> Verdict {
         match self.is_unwritten() {
             true => Ok(()),
             false => self.mismatch(self, "nothing written, used length 0"),
@@ -63,16 +66,12 @@ impl Reply {
     }
 
     /// The reply is `came` instead of `expected`.
-    pub(in crate::kit) fn mismatch(
-        &self,
-        came: impl Display,
-        expected: impl Display,
-    ) -> Result<(), Stop> {
+    pub(crate) fn mismatch(&self, came: impl Display, expected: impl Display) -> Verdict {
         mismatch(self.sent.clone(), came, expected)
     }
 
     /// Of a request that prepares a check: if it fails, the check is not applicable.
-    pub(in crate::kit) fn given(&self) -> Result<(), Stop> {
+    pub(crate) fn given(&self) -> Verdict {
         applies(self.is(Status::Ok), format!("it begins with {}", self.sent))
     }
 }
@@ -95,42 +94,22 @@ impl std::fmt::Display for Reply {
 }
 
 impl Bench<'_> {
-    /// Sends `readable`, with room for a reply of `room` bytes.
-    pub(in crate::kit) fn send(
-        &mut self,
-        what: impl Into<String>,
-        readable: &[u8],
-        room: usize,
-    ) -> Result<Reply, Stop> {
-        self.steps.push(what.into());
-        let mut bytes = vec![UNWRITTEN; room];
-        let used = self.subject.request(readable, &mut bytes)?;
-        self.note_reply(used, bytes)
-    }
-
-    /// The same over descriptors of at most `piece` bytes.
-    pub(in crate::kit) fn send_split(
+    /// Sends `readable` in descriptors of at most `piece` bytes, with room for a reply of `room`
+    /// bytes. Checks the used length.
+    pub(crate) fn send(
         &mut self,
         what: impl Into<String>,
         piece: usize,
         readable: &[u8],
         room: usize,
     ) -> Result<Reply, Stop> {
-        self.steps.push(format!("{} in descriptors of {piece} bytes", what.into()));
+        self.steps.push(what.into());
         let mut bytes = vec![UNWRITTEN; room];
-        match self.subject.request_split(piece, readable, &mut bytes) {
-            None => not_applicable("requests cannot be split"),
-            Some(used) => self.note_reply(used?, bytes),
-        }
-    }
-
-    /// Adds the reply to the steps, and checks its used length.
-    fn note_reply(&mut self, used: u32, bytes: Vec<u8>) -> Result<Reply, Stop> {
+        let used = self.subject.request(piece, readable, &mut bytes)?;
         let mut reply = Reply { sent: String::new(), used, bytes };
         if let Some(step) = self.steps.last_mut() {
             step.push_str(&format!(": {reply}"));
         }
-        let room = reply.bytes.len();
         if used as usize > room {
             return self.mismatch(format!("used length {used}"), format!("at most {room}"));
         }
@@ -139,7 +118,7 @@ impl Bench<'_> {
     }
 
     /// Sends a request, after `change` to its bytes.
-    pub(in crate::kit) fn changed(
+    pub(crate) fn changed(
         &mut self,
         request: Request,
         what: &str,
@@ -152,46 +131,37 @@ impl Bench<'_> {
             "" => describe(&request),
             what => format!("{} with {what}", describe(&request)),
         };
-        self.send(what, &bytes[..len], TAIL_LEN)
+        self.send(what, WHOLE, &bytes[..len], TAIL_LEN)
     }
 
-    pub(in crate::kit) fn request(&mut self, request: Request) -> Result<Reply, Stop> {
+    pub(crate) fn request(&mut self, request: Request) -> Result<Reply, Stop> {
         self.changed(request, "", |_| {})
     }
 
-    pub(in crate::kit) fn attach(&mut self, domain: u32, endpoint: u32) -> Result<Reply, Stop> {
+    pub(crate) fn attach(&mut self, domain: u32, endpoint: u32) -> Result<Reply, Stop> {
         self.request(attach(domain, endpoint))
     }
 
-    pub(in crate::kit) fn attach_bypass(
-        &mut self,
-        domain: u32,
-        endpoint: u32,
-    ) -> Result<Reply, Stop> {
+    pub(crate) fn attach_bypass(&mut self, domain: u32, endpoint: u32) -> Result<Reply, Stop> {
         let flags = AttachFlags::BYPASS;
         self.request(Request::Attach { domain, endpoint, flags })
     }
 
-    pub(in crate::kit) fn detach(&mut self, domain: u32, endpoint: u32) -> Result<Reply, Stop> {
+    pub(crate) fn detach(&mut self, domain: u32, endpoint: u32) -> Result<Reply, Stop> {
         self.request(Request::Detach { domain, endpoint })
     }
 
     /// MAP, to read and to write.
-    pub(in crate::kit) fn map(
-        &mut self,
-        domain: u32,
-        at: (u64, u64),
-        phys: u64,
-    ) -> Result<Reply, Stop> {
+    pub(crate) fn map(&mut self, domain: u32, at: (u64, u64), phys: u64) -> Result<Reply, Stop> {
         self.request(map(domain, at, phys))
     }
 
-    pub(in crate::kit) fn unmap(&mut self, domain: u32, at: (u64, u64)) -> Result<Reply, Stop> {
+    pub(crate) fn unmap(&mut self, domain: u32, at: (u64, u64)) -> Result<Reply, Stop> {
         self.request(unmap(domain, at))
     }
 
     /// An endpoint (the kit's number `n`) in the kit's domain `domain`: the numbers of both.
-    pub(in crate::kit) fn attached(&mut self, domain: u32, n: usize) -> Result<(u32, u32), Stop> {
+    pub(crate) fn attached(&mut self, domain: u32, n: usize) -> Result<(u32, u32), Stop> {
         self.needs(Features::MAP_UNMAP)?;
         let (domain, endpoint) = (self.domain(domain)?, self.endpoint(n)?);
         self.attach(domain, endpoint)?.given()?;
@@ -199,12 +169,7 @@ impl Bench<'_> {
     }
 
     /// A mapping that a check begins with.
-    pub(in crate::kit) fn mapped(
-        &mut self,
-        domain: u32,
-        at: (u64, u64),
-        phys: u64,
-    ) -> Result<(), Stop> {
+    pub(crate) fn mapped(&mut self, domain: u32, at: (u64, u64), phys: u64) -> Verdict {
         self.map(domain, at, phys)?.given()
     }
 }
@@ -213,21 +178,21 @@ fn range(at: (u64, u64)) -> Range {
     Range::new(Iova(at.0), Iova(at.1)).expect("the kit's ranges begin before they end")
 }
 
-pub(in crate::kit) fn attach(domain: u32, endpoint: u32) -> Request {
+pub(crate) fn attach(domain: u32, endpoint: u32) -> Request {
     Request::Attach { domain, endpoint, flags: AttachFlags::empty() }
 }
 
-pub(in crate::kit) fn map(domain: u32, at: (u64, u64), phys: u64) -> Request {
+pub(crate) fn map(domain: u32, at: (u64, u64), phys: u64) -> Request {
     let flags = MapFlags::READ | MapFlags::WRITE;
     Request::Map(MapRequest { domain, range: range(at), phys, flags })
 }
 
-pub(in crate::kit) fn unmap(domain: u32, at: (u64, u64)) -> Request {
+pub(crate) fn unmap(domain: u32, at: (u64, u64)) -> Request {
     Request::Unmap(UnmapRequest { domain, range: range(at) })
 }
 
 /// A request, in a few words.
-pub(in crate::kit) fn describe(request: &Request) -> String {
+pub(crate) fn describe(request: &Request) -> String {
     match *request {
         Request::Attach { domain, endpoint, flags } => {
             let bypass = if flags.contains(AttachFlags::BYPASS) { " (BYPASS)" } else { "" };

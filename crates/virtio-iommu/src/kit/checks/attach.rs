@@ -2,7 +2,7 @@
 
 use crate::{
     kit::bench::{Bench, Stop, Verdict, applies, attach},
-    wire::{Features, Status},
+    wire::Status,
 };
 
 checks! {
@@ -12,11 +12,11 @@ checks! {
         "ATTACH with an unknown flag fails with INVAL";
     9 Must "attach-absent" => absent,
         "ATTACH of an endpoint that does not exist fails with NOENT";
-    9 Must "attach-refused-does-nothing" => refused,
+    9 Must "attach-refused-does-nothing" [MAP_UNMAP] => refused,
         "an ATTACH that was refused attaches nothing and makes no domain";
-    10 Must "attach-makes-domain" => makes_domain,
+    10 Must "attach-makes-domain" [MAP_UNMAP] => makes_domain,
         "ATTACH makes a domain that does not exist";
-    10 Should "attach-bypass-consistent" => consistent,
+    10 Should "attach-bypass-consistent" [BYPASS_CONFIG] => consistent,
         "ATTACH whose flag BYPASS does not fit an existing domain fails with INVAL";
     11 Should "attach-again" => again,
         "ATTACH of an attached endpoint to another domain moves it";
@@ -30,7 +30,7 @@ checks! {
         "ATTACH of a second endpoint to a domain succeeds, or fails with UNSUPP";
     12 Must "attach-second-attaches" => second_attaches,
         "a second endpoint whose ATTACH succeeded reaches the domain's mappings";
-    35 May "attach-outside-domain-range" => outside_range,
+    35 May "attach-outside-domain-range" [DOMAIN_RANGE] => outside_range,
         "ATTACH to a domain outside of domain_range (no driver may send that)";
 }
 
@@ -62,7 +62,6 @@ fn absent(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn refused(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     let request = attach(domain, endpoint);
     for (what, byte) in [("byte 16 = 1", 16), ("flag 0x80000000", 15)] {
@@ -74,7 +73,6 @@ fn refused(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn makes_domain(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     bench.attach(domain, endpoint)?.expect(&[Status::Ok])?;
     let reply = bench.map(domain, bench.pages(0, 0), bench.phys(0))?;
@@ -82,7 +80,6 @@ fn makes_domain(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn consistent(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     let (first, second) = (bench.endpoint(0)?, bench.endpoint(1)?);
     let (plain, bypass) = (bench.domain(0)?, bench.domain(1)?);
     bench.attach(plain, first)?.given()?;
@@ -145,7 +142,6 @@ fn second_attaches(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn outside_range(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::DOMAIN_RANGE)?;
     let (first, last) = bench.domain_range();
     let endpoint = bench.endpoint(0)?;
     let outside: Vec<u32> = first.checked_sub(1).into_iter().chain(last.checked_add(1)).collect();

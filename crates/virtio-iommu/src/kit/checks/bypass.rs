@@ -7,25 +7,25 @@ use crate::{
 };
 
 checks! {
-    3 Must "bypass-zero-or-one" => zero_or_one,
+    3 Must "bypass-zero-or-one" [BYPASS_CONFIG] => zero_or_one,
         "the field bypass reads 0 or 1, whatever is written to it";
-    3 Must "bypass-written" => written,
+    3 Must "bypass-written" [BYPASS_CONFIG] => written,
         "the field bypass holds what a driver wrote, once BYPASS_CONFIG is negotiated";
-    3 Should "bypass-survives-reset" => survives_reset,
+    3 Should "bypass-survives-reset" [BYPASS_CONFIG] => survives_reset,
         "a device reset leaves the field bypass alone";
-    3 Should "bypass-system-reset" => system_reset,
+    3 Should "bypass-system-reset" [BYPASS_CONFIG] => system_reset,
         "a system reset gives the field bypass its initial value";
     4 Must "reset-detaches" => reset_detaches,
         "after a device reset an endpoint reaches nothing of the domain that it was in";
     4 Should "reset-ends-domains" => reset_ends_domains,
         "after a device reset the domains that were are none";
-    5 Must "bypass-is-identity" => is_identity,
+    5 Must "bypass-is-identity" [BYPASS_CONFIG] => is_identity,
         "with bypass = 1 an unattached endpoint reaches all memory, at its own addresses";
-    5 Must "bypass-unaccepted" => unaccepted,
+    5 Must "bypass-unaccepted" [BYPASS_CONFIG] => unaccepted,
         "bypass = 1 counts also where the driver has not accepted BYPASS_CONFIG";
-    5 Must "bypass-not-attached" => not_attached,
+    5 Must "bypass-not-attached" [BYPASS_CONFIG] => not_attached,
         "with bypass = 1 an attached endpoint reaches only what is mapped";
-    5 Must "bypass-domain" => domain,
+    5 Must "bypass-domain" [BYPASS_CONFIG] => domain,
         "an endpoint in a bypass domain reaches all memory, at its own addresses";
     5 Must "bypass-negotiated" => negotiated,
         "where the old BYPASS is negotiated an unattached endpoint is in bypass mode";
@@ -34,7 +34,6 @@ checks! {
 }
 
 fn zero_or_one(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     let initial = bench.initial_bypass();
     if initial > 1 {
         bench.note_step("a first look at bypass");
@@ -50,7 +49,6 @@ fn zero_or_one(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn written(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     for value in [1, 0, 1] {
         bench.write_bypass(value)?;
         expect_bypass(bench, value)?;
@@ -58,13 +56,12 @@ fn written(bench: &mut Bench<'_>) -> Verdict {
     Ok(())
 }
 
-fn expect_bypass(bench: &mut Bench<'_>, expected: u8) -> Result<(), Stop> {
+fn expect_bypass(bench: &mut Bench<'_>, expected: u8) -> Verdict {
     let read = bench.read_bypass()?;
     bench.holds(read == expected, read, expected)
 }
 
 fn survives_reset(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     for value in [1, 0] {
         bench.write_bypass(value)?;
         bench.start(bench.wanted())?;
@@ -74,7 +71,6 @@ fn survives_reset(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn system_reset(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     let reset = |bench: &mut Bench<'_>| match bench.subject.system_reset() {
         None => not_applicable("the system cannot be reset"),
         Some(Err(failed)) => Err(Stop::Failed(failed)),
@@ -100,7 +96,7 @@ fn with_a_page(bench: &mut Bench<'_>) -> Result<(u32, u32, (u64, u64)), Stop> {
     Ok((domain, endpoint, at))
 }
 
-fn no_bypass(bench: &mut Bench<'_>) -> Result<(), Stop> {
+fn no_bypass(bench: &mut Bench<'_>) -> Verdict {
     match bench.features.contains(Features::BYPASS_CONFIG) {
         true => bench.write_bypass(0),
         false => Ok(()),
@@ -132,14 +128,12 @@ fn expect_identity(bench: &mut Bench<'_>, endpoint: u32) -> Verdict {
 }
 
 fn is_identity(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     let endpoint = bench.endpoint(0)?;
     bench.write_bypass(1)?;
     expect_identity(bench, endpoint)
 }
 
 fn unaccepted(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     let endpoint = bench.endpoint(0)?;
     bench.write_bypass(1)?;
     bench.note_step("without BYPASS_CONFIG:");
@@ -149,7 +143,6 @@ fn unaccepted(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn not_attached(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     bench.write_bypass(1)?;
     let (_, endpoint) = bench.attached(0, 0)?;
     let first = bench.phys(3);
@@ -157,7 +150,6 @@ fn not_attached(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn domain(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     bench.attach_bypass(domain, endpoint)?.given()?;
     expect_identity(bench, endpoint)

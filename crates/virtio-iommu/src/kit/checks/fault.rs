@@ -2,11 +2,12 @@
 
 use crate::{
     kit::{
-        ACCESS, Event,
+        ACCESS,
         bench::{Bench, Reached, Stop, Verdict, applies, not_applicable},
     },
-    wire::FAULT_LEN,
+    wire::{F_ADDRESS, FAULT_LEN, RawFault},
 };
+use zerocopy::{FromBytes, IntoBytes};
 
 checks! {
     4 Should "reset-forgets-faults" => reset_forgets,
@@ -36,7 +37,7 @@ const STALE: usize = 1000;
 
 /// Has an attached endpoint read where nothing is mapped, with a buffer waiting: the endpoint, the
 /// address, the report.
-fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, Event), Stop> {
+fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, RawFault), Stop> {
     let (_, endpoint) = bench.attached(0, 0)?;
     bench.post(64)?;
     // A check of its own covers that a reset drops waiting faults.
@@ -48,17 +49,11 @@ fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, Event), Stop> {
     }
     let (at, _) = bench.pages(5, 5);
     applies(bench.reach(endpoint, at, false)? == Reached::Nothing, "the access is not refused")?;
-    match bench.event()? {
-        None => not_applicable("the device reports no fault"),
-        Some(event) if (event.used as usize) < FAULT_LEN || event.bytes.len() < FAULT_LEN => {
-            not_applicable(format!("a report of {} bytes, in a format of its own", event.used))
-        }
-        Some(event) => Ok((endpoint, at, event)),
+    let Some(event) = bench.event()? else { return not_applicable("the device reports no fault") };
+    match RawFault::read_from_prefix(&event.bytes) {
+        Ok((report, _)) if event.used as usize >= FAULT_LEN => Ok((endpoint, at, report)),
+        _ => not_applicable(format!("a report of {} bytes, in a format of its own", event.used)),
     }
-}
-
-fn word(event: &Event, at: usize) -> u32 {
-    event.bytes[at..at + 4].iter().rev().fold(0, |word, &byte| word << 8 | u32::from(byte))
 }
 
 fn reset_forgets(bench: &mut Bench<'_>) -> Verdict {
@@ -74,32 +69,31 @@ fn reset_forgets(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn report(bench: &mut Bench<'_>) -> Verdict {
-    let (_, _, event) = fault(bench)?;
-    bench.note(format!("reason {}, flags {:#x}", event.bytes[0], word(&event, 4)))
+    let (_, _, report) = fault(bench)?;
+    bench.note(format!("reason {}, flags {:#x}", report.reason, report.flags))
 }
 
 fn reserved(bench: &mut Bench<'_>) -> Verdict {
-    let (_, _, event) = fault(bench)?;
-    let zero = event.bytes[1..4] == [0; 3] && word(&event, 12) == 0;
-    bench.holds(zero, format!("{:x?}", &event.bytes[..FAULT_LEN]), "zeroes")
+    let (_, _, report) = fault(bench)?;
+    let zero = report.reserved == [0; 3] && report.reserved1 == 0;
+    bench.holds(zero, format!("{:x?}", report.as_bytes()), "zeroes")
 }
 
 fn flags(bench: &mut Bench<'_>) -> Verdict {
-    let (_, _, event) = fault(bench)?;
-    let flags = word(&event, 4);
+    let (_, _, report) = fault(bench)?;
+    let flags = report.flags.get();
     bench.holds(flags & UNDEFINED == 0, format!("{flags:#x}"), "no flags but 0x103")
 }
 
 fn endpoint(bench: &mut Bench<'_>) -> Verdict {
-    let (endpoint, _, event) = fault(bench)?;
-    let named = word(&event, 8);
-    bench.holds(named == endpoint, named, endpoint)
+    let (endpoint, _, report) = fault(bench)?;
+    bench.holds(report.endpoint == endpoint, report.endpoint, endpoint)
 }
 
 fn address(bench: &mut Bench<'_>) -> Verdict {
-    let (_, at, event) = fault(bench)?;
-    applies(word(&event, 4) & 0x100 != 0, "the report has no address")?;
-    let named = u64::from(word(&event, 16)) | u64::from(word(&event, 20)) << 32;
+    let (_, at, report) = fault(bench)?;
+    applies(report.flags.get() & F_ADDRESS != 0, "the report has no address")?;
+    let named = report.address.get();
     let within = (at..at + ACCESS as u64).contains(&named);
     bench.holds(within, format!("{named:#x}"), format!("{at:#x}"))
 }

@@ -1,18 +1,18 @@
 //! Heads, tails, buffers (rules V7 and V8).
 
 use crate::{
-    kit::bench::{Bench, Reply, Stop, Verdict, attach, describe, map},
-    wire::{Features, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
+    kit::bench::{Bench, Reply, Verdict, WHOLE, attach, describe, map},
+    wire::{MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
 };
 
 checks! {
-    7 Should "success-is-ok" => ok,
+    7 Should "success-is-ok" [MAP_UNMAP] => ok,
         "a request that succeeds completes with OK";
-    7 Should "tail-reserved" => tail_reserved,
+    7 Should "tail-reserved" [MAP_UNMAP] => tail_reserved,
         "the reserved bytes of the tail are zero";
     7 Must "head-reserved-ignored" => head_reserved,
         "the reserved bytes of the head are ignored";
-    7 Must "any-descriptors" => any_descriptors,
+    7 Must "any-descriptors" [MAP_UNMAP] => any_descriptors,
         "a request may lie in any number of descriptors (virtio 2.7.4)";
     8 Should "unknown-type" => unknown_type,
         "a request of an unknown type comes back unwritten, with used length 0";
@@ -23,9 +23,8 @@ checks! {
 }
 
 /// Each request once, in an order in which all succeed.
-fn round(bench: &mut Bench<'_>, each: fn(&Reply) -> Result<(), Stop>) -> Verdict {
+fn round(bench: &mut Bench<'_>, each: fn(&Reply) -> Verdict) -> Verdict {
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
-    bench.needs(Features::MAP_UNMAP)?;
     let at = bench.pages(0, 0);
     each(&bench.attach(domain, endpoint)?)?;
     each(&bench.map(domain, at, bench.phys(0))?)?;
@@ -64,7 +63,6 @@ fn head_reserved(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn any_descriptors(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     let mut bytes = [0; MAX_REQUEST_LEN];
     for (n, piece) in [1, 3, 7].into_iter().enumerate() {
@@ -75,8 +73,8 @@ fn any_descriptors(bench: &mut Bench<'_>) -> Verdict {
                 continue;
             }
             let len = request.emit(&mut bytes);
-            let what = describe(&request);
-            bench.send_split(what, piece, &bytes[..len], TAIL_LEN)?.expect(&[Status::Ok])?;
+            let what = format!("{} in descriptors of {piece} bytes", describe(&request));
+            bench.send(what, piece, &bytes[..len], TAIL_LEN)?.expect(&[Status::Ok])?;
         }
     }
     Ok(())
@@ -88,7 +86,7 @@ fn unknown_type(bench: &mut Bench<'_>) -> Verdict {
         let mut bytes = [0; MAX_REQUEST_LEN];
         bytes[0] = kind;
         bytes[4..8].copy_from_slice(&endpoint.to_le_bytes());
-        bench.send(format!("a request of type {kind}"), &bytes, 8)?.expect_unwritten()?;
+        bench.send(format!("a request of type {kind}"), WHOLE, &bytes, 8)?.expect_unwritten()?;
     }
     Ok(())
 }
@@ -99,7 +97,7 @@ fn no_room(bench: &mut Bench<'_>) -> Verdict {
     let len = attach(domain, endpoint).emit(&mut bytes);
     for room in 0..TAIL_LEN {
         let what = format!("ATTACH with room for {room} bytes");
-        bench.send(what, &bytes[..len], room)?.expect_unwritten()?;
+        bench.send(what, WHOLE, &bytes[..len], room)?.expect_unwritten()?;
     }
     Ok(())
 }
@@ -111,7 +109,7 @@ fn cut_short(bench: &mut Bench<'_>) -> Verdict {
     let len = request.emit(&mut bytes);
     for len in [len - 1, 8, 4, 3, 1, 0] {
         let what = format!("the first {len} bytes of {}", describe(&request));
-        bench.send(what, &bytes[..len], TAIL_LEN)?.expect_refusal()?;
+        bench.send(what, WHOLE, &bytes[..len], TAIL_LEN)?.expect_refusal()?;
     }
     Ok(())
 }

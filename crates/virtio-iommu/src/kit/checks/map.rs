@@ -20,7 +20,7 @@ checks! {
         "where MMIO is not offered its flag is unknown: INVAL";
     17 Should "map-no-domain" => no_domain,
         "MAP in a domain that does not exist fails with NOENT";
-    17 Should "map-bypass-domain" => bypass_domain,
+    17 Should "map-bypass-domain" [BYPASS_CONFIG MAP_UNMAP] => bypass_domain,
         "MAP in a bypass domain fails with INVAL";
     18 Should "map-reserved-region" => reserved_region,
         "MAP over a RESV_MEM region of an endpoint in the domain is refused";
@@ -129,8 +129,6 @@ fn no_domain(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn bypass_domain(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
-    bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     bench.attach_bypass(domain, endpoint)?.given()?;
     bench.map(domain, bench.pages(0, 0), bench.phys(0))?.expect(&[Status::Inval])

@@ -1,13 +1,17 @@
 //! The checks, by what they are about.
 
-/// A module's table of checks: rule, level, name and function of each, and what the device must do.
+/// A module's table of checks: rule, level, name, features that it takes and function of each, and
+/// what the device must do.
 macro_rules! checks {
-    ($($rule:literal $level:ident $name:literal => $run:expr, $says:literal;)*) => {
-        pub(in crate::kit) const CHECKS: &[$crate::kit::Check] = &[$($crate::kit::Check {
+    ($(
+        $rule:literal $level:ident $name:literal $([$($needs:ident)+])? => $run:expr, $says:literal;
+    )*) => {
+        pub(crate) const CHECKS: &[$crate::kit::Check] = &[$($crate::kit::Check {
             rule: $rule,
             level: $crate::kit::Level::$level,
             name: $name,
             says: $says,
+            needs: $crate::wire::Features::empty()$($(.union($crate::wire::Features::$needs))+)?,
             run: $run,
         }),*];
     };

@@ -1,34 +1,35 @@
 //! PROBE, and the RESV_MEM regions that it returns (rules V24 to V27).
 
 use crate::{
-    kit::bench::{Bench, Reached, Reply, Stop, UNWRITTEN, Verdict, applies},
-    wire::{Features, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
+    kit::bench::{Bench, Reached, Reply, Stop, UNWRITTEN, Verdict, WHOLE, applies},
+    wire::{Features, MAX_REQUEST_LEN, RawRegion, Request, Status, TAIL_LEN},
 };
+use zerocopy::FromBytes;
 
 checks! {
     24 Should "probe-unoffered" => unoffered,
         "where PROBE is not offered it comes back unwritten, with used length 0";
-    24 Should "probe-succeeds" => succeeds,
+    24 Should "probe-succeeds" [PROBE] => succeeds,
         "PROBE of each endpoint completes with OK";
-    24 Should "probe-absent" => absent,
+    24 Should "probe-absent" [PROBE] => absent,
         "PROBE of an endpoint that does not exist fails with NOENT";
-    24 Must "probe-reserved-ignored" => reserved,
+    24 Must "probe-reserved-ignored" [PROBE] => reserved,
         "the reserved bytes of PROBE are ignored";
-    25 Must "probe-lengths" => lengths,
+    25 Must "probe-lengths" [PROBE] => lengths,
         "each property states its length without its head, and the next one follows at once";
-    25 Should "probe-reserved-bits" => reserved_bits,
+    25 Should "probe-reserved-bits" [PROBE] => reserved_bits,
         "the reserved bits of a property's type are zero";
-    25 Should "probe-zero-fill" => zero_fill,
+    25 Should "probe-zero-fill" [PROBE] => zero_fill,
         "what is behind the last property is zero";
-    26 Should "probe-small" => small,
+    26 Should "probe-small" [PROBE] => small,
         "PROBE with less room than probe_size fails with INVAL, and no property is written";
-    27 Should "region-reserved" => region_reserved,
+    27 Should "region-reserved" [PROBE] => region_reserved,
         "the reserved bytes of a RESV_MEM property are zero";
-    27 Should "region-one-msi" => one_msi,
+    27 Should "region-one-msi" [PROBE] => one_msi,
         "an endpoint has one MSI region at most";
-    27 Should "region-no-overlap" => no_overlap,
+    27 Should "region-no-overlap" [PROBE] => no_overlap,
         "an endpoint's regions do not overlap each other";
-    27 Should "region-reaches-nothing" => reaches_nothing,
+    27 Should "region-reaches-nothing" [PROBE] => reaches_nothing,
         "an attached endpoint's accesses to a reserved region reach no memory";
 }
 
@@ -48,12 +49,11 @@ fn send(bench: &mut Bench<'_>, endpoint: u32, size: usize, reserved: u8) -> Resu
     bytes[8..].fill(reserved);
     let with = if reserved == 0 { "" } else { " with reserved bytes full of ones" };
     let what = format!("PROBE {endpoint}{with}, {size} bytes of properties");
-    bench.send(what, &bytes[..len], size + TAIL_LEN)
+    bench.send(what, WHOLE, &bytes[..len], size + TAIL_LEN)
 }
 
 /// The properties of an endpoint, as they were written.
 fn properties(bench: &mut Bench<'_>, endpoint: u32) -> Result<Vec<u8>, Stop> {
-    bench.needs(Features::PROBE)?;
     let size = bench.probe_size();
     let reply = send(bench, endpoint, size, 0)?;
     reply.given()?;
@@ -81,10 +81,7 @@ fn walk(mut bytes: &[u8]) -> Result<(Vec<Raw<'_>>, &[u8]), String> {
 }
 
 /// Does `each` with the properties of every endpoint, as bytes.
-fn for_each_endpoint(
-    bench: &mut Bench<'_>,
-    each: fn(&Bench<'_>, &[u8]) -> Result<(), Stop>,
-) -> Verdict {
+fn for_each_endpoint(bench: &mut Bench<'_>, each: fn(&Bench<'_>, &[u8]) -> Verdict) -> Verdict {
     for endpoint in bench.subject.endpoints() {
         let bytes = properties(bench, endpoint)?;
         each(bench, &bytes)?;
@@ -104,7 +101,6 @@ fn unoffered(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn succeeds(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::PROBE)?;
     for endpoint in bench.subject.endpoints() {
         send(bench, endpoint, bench.probe_size(), 0)?.expect(&[Status::Ok])?;
     }
@@ -112,7 +108,6 @@ fn succeeds(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn absent(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::PROBE)?;
     let absent = bench.subject.absent_endpoint();
     send(bench, absent, bench.probe_size(), 0)?.expect(&[Status::NoEnt])
 }
@@ -161,7 +156,6 @@ fn zero_fill(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn small(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::PROBE)?;
     let (endpoint, size) = (bench.endpoint(0)?, bench.probe_size());
     applies(size != 0, "probe_size is 0")?;
     for less in [size - 1, size / 2, 0] {
@@ -176,39 +170,28 @@ fn small(bench: &mut Bench<'_>) -> Verdict {
 
 const RESV_MEM: u16 = 1;
 const MSI: u8 = 1;
-/// The bytes of a region's value.
-const VALUE: usize = 24 - HEAD;
-
-struct Region {
-    subtype: u8,
-    reserved: [u8; 3],
-    first: u64,
-    last: u64,
-}
 
 /// The regions of each endpoint; not applicable where there is none at all.
-fn regions(bench: &mut Bench<'_>) -> Result<Vec<(u32, Vec<Region>)>, Stop> {
+fn regions(bench: &mut Bench<'_>) -> Result<Vec<(u32, Vec<RawRegion>)>, Stop> {
     let mut all = Vec::new();
     for endpoint in bench.subject.endpoints() {
         let bytes = properties(bench, endpoint)?;
         let regions = walked(&bytes)?.0.iter().filter_map(region).collect();
         all.push((endpoint, regions));
     }
-    let any = all.iter().any(|(_, regions): &(u32, Vec<Region>)| !regions.is_empty());
+    let any = all.iter().any(|(_, regions): &(u32, Vec<RawRegion>)| !regions.is_empty());
     applies(any, "no endpoint has a RESV_MEM region")?;
     Ok(all)
 }
 
-fn region(raw: &Raw<'_>) -> Option<Region> {
-    let value = raw.value.first_chunk::<VALUE>().filter(|_| raw.kind == RESV_MEM)?;
-    let word = |at: usize| u64::from_le_bytes(value[at..at + 8].try_into().expect("eight bytes"));
-    let reserved = [value[1], value[2], value[3]];
-    Some(Region { subtype: value[0], reserved, first: word(4), last: word(12) })
+fn region(raw: &Raw<'_>) -> Option<RawRegion> {
+    let (region, _) = RawRegion::read_from_prefix(raw.value).ok()?;
+    (raw.kind == RESV_MEM).then_some(region)
 }
 
 fn region_reserved(bench: &mut Bench<'_>) -> Verdict {
     for (_, regions) in regions(bench)? {
-        for Region { reserved, .. } in regions {
+        for RawRegion { reserved, .. } in regions {
             bench.holds(reserved == [0; 3], format!("{reserved:x?}"), "three zeroes")?;
         }
     }
@@ -225,7 +208,7 @@ fn one_msi(bench: &mut Bench<'_>) -> Verdict {
 
 fn no_overlap(bench: &mut Bench<'_>) -> Verdict {
     for (_, mut regions) in regions(bench)? {
-        regions.sort_by_key(|region| region.first);
+        regions.sort_by_key(|region| region.first.get());
         for pair in regions.windows(2) {
             if pair[1].first <= pair[0].last {
                 let came = format!("{:#x} twice", pair[1].first);
@@ -245,8 +228,9 @@ fn reaches_nothing(bench: &mut Bench<'_>) -> Verdict {
         // A write to an MSI region is an interrupt: left alone.
         for region in regions.iter().filter(|region| region.subtype != MSI) {
             // At addresses of the region that are also memory, an access that bypasses is seen.
-            let at = region.first.max(memory_first);
-            let at = if at <= region.last.min(memory_last) { at } else { region.first };
+            let (first, last) = (region.first.get(), region.last.get());
+            let at = first.max(memory_first);
+            let at = if at <= last.min(memory_last) { at } else { first };
             for write in [false, true] {
                 let reached = bench.reach(endpoint, at, write)?;
                 bench.holds(!matches!(reached, Reached::At(_)), reached, "no memory")?;

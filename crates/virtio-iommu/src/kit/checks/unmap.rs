@@ -2,13 +2,13 @@
 
 use crate::{
     kit::bench::{Bench, Stop, Verdict, applies, unmap},
-    wire::{Features, Status},
+    wire::Status,
 };
 
 checks! {
     21 Should "unmap-no-domain" => no_domain,
         "UNMAP in a domain that does not exist fails with NOENT";
-    21 Should "unmap-bypass-domain" => bypass_domain,
+    21 Should "unmap-bypass-domain" [BYPASS_CONFIG MAP_UNMAP] => bypass_domain,
         "UNMAP in a bypass domain fails with INVAL";
     21 May "unmap-reserved" => reserved,
         "UNMAP with reserved bytes that are not zero";
@@ -88,7 +88,7 @@ fn expect_mapped(
     endpoint: u32,
     page: u64,
     expected: bool,
-) -> Result<(), Stop> {
+) -> Verdict {
     let (first, _) = bench.pages(page, page);
     match bench.is_mapped(domain, endpoint, first)? {
         mapped if mapped == expected => Ok(()),
@@ -104,8 +104,6 @@ fn no_domain(bench: &mut Bench<'_>) -> Verdict {
 }
 
 fn bypass_domain(bench: &mut Bench<'_>) -> Verdict {
-    bench.needs(Features::BYPASS_CONFIG)?;
-    bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     bench.attach_bypass(domain, endpoint)?.given()?;
     bench.unmap(domain, bench.pages(0, 0))?.expect(&[Status::Inval])
@@ -123,7 +121,7 @@ fn reserved(bench: &mut Bench<'_>) -> Verdict {
 /// Pages 1, 4 to 7 and 8 to 9 are mapped; each of these would split one of them.
 const SPLITS: [(u64, u64); 7] = [(4, 4), (7, 7), (5, 6), (0, 4), (1, 5), (7, 9), (7, 12)];
 
-fn splittable(bench: &mut Bench<'_>, domain: u32) -> Result<(), Stop> {
+fn splittable(bench: &mut Bench<'_>, domain: u32) -> Verdict {
     for (first, last) in [(1, 1), (4, 7), (8, 9)] {
         bench.mapped(domain, bench.pages(first, last), bench.phys(first))?;
     }
