@@ -180,26 +180,13 @@ impl Sampler {
             sum.note(calls, thread_ns, wall_ns);
         }
     }
-}
 
-/// Times calls that may take less time than a reading of a clock does.
-pub(crate) struct BriefSampler {
-    clock: Arc<dyn Clock>,
-    /// Calls whose number, multiplied by [`SPREAD`], is at least this are timed: the opposite end
-    /// of the range to [`Sampler`]'s, so that of two calls with the same number at most one is
-    /// timed, and neither affects the other's figure. `None`: none are.
-    at_least: Option<u64>,
-}
-
-impl BriefSampler {
-    /// Times one call in `every`, a power of two; none if 0.
-    pub(crate) fn new(clock: Arc<dyn Clock>, every: u32) -> BriefSampler {
-        let at_least = (every != 0).then(|| !(u64::MAX >> every.trailing_zeros()));
-        BriefSampler { clock, at_least }
-    }
-
-    /// Makes a call, and times it if `number` is to be timed: it counts as `calls`, which is 0 for
-    /// a part of a call that is already counted.
+    /// Makes a call that may take less time than a reading of a clock does, and times it if `number`
+    /// is to be timed: it counts as `calls`, which is 0 for a part of a call that is already counted.
+    ///
+    /// Those are timed whose number, multiplied by [`SPREAD`], lies at the opposite end of the range
+    /// to [`start`](Self::start)'s, so that of two calls with the same number at most one is timed,
+    /// and neither affects the other's figure.
     #[inline]
     pub(crate) fn time<R>(
         &self,
@@ -208,8 +195,8 @@ impl BriefSampler {
         sum: &TimeCounter,
         call: impl FnOnce() -> R,
     ) -> R {
-        match self.at_least {
-            Some(at_least) if number.wrapping_mul(SPREAD) >= at_least => {
+        match self.at_most {
+            Some(at_most) if number.wrapping_mul(SPREAD) >= !at_most => {
                 self.timed(calls, sum, call)
             }
             _ => call(),
@@ -219,11 +206,11 @@ impl BriefSampler {
     #[cold]
     fn timed<R>(&self, calls: u64, sum: &TimeCounter, call: impl FnOnce() -> R) -> R {
         // The first reading finds the clock's code and the kernel's page uncached: it is not used.
-        self.clock.now_ns();
-        let empty = self.clock.now_ns();
-        let start = self.clock.now_ns();
+        self.wall.now_ns();
+        let empty = self.wall.now_ns();
+        let start = self.wall.now_ns();
         let result = call();
-        let end = self.clock.now_ns();
+        let end = self.wall.now_ns();
         sum.note(calls, end.saturating_sub(start), start.saturating_sub(empty));
         result
     }
@@ -294,7 +281,11 @@ mod tests {
         for every in [1, 2, 64, 1024] {
             // Each reading takes 20 ns, each call 7.
             let clock = Arc::new(ManualClock::stepping(20));
-            let sampler = BriefSampler::new(Arc::clone(&clock) as Arc<dyn Clock>, every);
+            let sampler = Sampler::new(
+                Arc::new(SlowClock::default()),
+                Arc::clone(&clock) as Arc<dyn Clock>,
+                every,
+            );
             let counter = TimeCounter::default();
             for number in 0..8192 {
                 sampler.time(number, 1, &counter, || clock.advance(7));
@@ -309,7 +300,8 @@ mod tests {
     #[test]
     fn a_second_try_adds_time_and_no_call() {
         let clock = Arc::new(ManualClock::stepping(20));
-        let sampler = BriefSampler::new(Arc::clone(&clock) as Arc<dyn Clock>, 1);
+        let sampler =
+            Sampler::new(Arc::new(SlowClock::default()), Arc::clone(&clock) as Arc<dyn Clock>, 1);
         let counter = TimeCounter::default();
         sampler.time(1, 1, &counter, || clock.advance(5));
         sampler.time(1, 0, &counter, || clock.advance(6));
@@ -322,7 +314,8 @@ mod tests {
     fn no_call_is_timed_by_both_clocks_unless_all_are() {
         for every in [2, 64, 1024] {
             let long = sampler(every);
-            let brief = BriefSampler::new(Arc::new(ManualClock::new(0)), every);
+            let brief =
+                Sampler::new(Arc::new(SlowClock::default()), Arc::new(ManualClock::new(0)), every);
             let counter = TimeCounter::default();
             for number in (0..1 << 16).filter(|&number| long.start(number).is_some()) {
                 brief.time(number, 1, &counter, || ());
@@ -331,7 +324,7 @@ mod tests {
             counter.add_brief_to(&mut sum);
             assert_eq!(sum.count, 0, "{every}");
         }
-        let none = BriefSampler::new(Arc::new(ManualClock::new(0)), 0);
+        let none = Sampler::new(Arc::new(SlowClock::default()), Arc::new(ManualClock::new(0)), 0);
         let counter = TimeCounter::default();
         none.time(0, 1, &counter, || ());
         let mut sum = Sampled::default();

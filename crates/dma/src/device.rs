@@ -13,7 +13,7 @@ use crate::{
     Waits,
     auto::Auto,
     bounce::{Bytes, Client},
-    counter::{BriefSampler, Count, Sampler, TimeCounter},
+    counter::{Count, Sampler, TimeCounter},
     detect::Ledger,
     flush::Lazy,
     layout::Limits,
@@ -145,7 +145,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
             limits: Limits::new(&config, granule),
             limit,
             sampler: Sampler::new(thread_clock, Arc::clone(&clock), config.sample_every),
-            brief_sampler: BriefSampler::new(Arc::clone(&clock), config.sample_every),
             domain,
             allocator,
             clock,
@@ -255,7 +254,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if shared.mode.get().policy == Policy::Off {
             return Err(Error::NoPools);
         }
-        let slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
+        let slot = bouncer.client.take_for_cpu(len, direction, Location::caller())?;
         let mut placed = Placed::new();
         (placed.iova, placed.len) = (slot.range.first(), len);
         shared.limits.add(&mut placed.segments, slot.range.first().0, len);

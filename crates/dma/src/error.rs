@@ -1,7 +1,6 @@
 //! Errors, and where the buffer is after them.
 
 use core::{fmt, mem::ManuallyDrop};
-use std::io;
 
 use ringfence_iommu::{Error as DomainError, Range};
 use ringfence_iova::{AllocError, AllocReason, Allocator, ApertureError, ReserveError};
@@ -206,12 +205,7 @@ impl<B> MapError<B> {
 }
 
 impl<B> fmt::Debug for MapError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MapError")
-            .field("error", &self.error)
-            .field("undone", &self.buffer.is_ok())
-            .finish()
-    }
+    ringfence_sync::shows!(MapError as it, error: it.error, undone: it.buffer.is_ok());
 }
 
 /// An unmap whose invalidation failed: the device may still reach the buffer.
@@ -219,11 +213,12 @@ impl<B> fmt::Debug for MapError<B> {
 /// The buffer is therefore not given back, and dropping this error leaks it on purpose: memory that
 /// a device can write must not be reused. Its IOVA is quarantined.
 #[derive(thiserror::Error)]
-#[error("the device may still reach {range}, its invalidation failed: {error}")]
+#[error("the device may still reach {quarantined}, its invalidation failed: {error}")]
 pub struct UnmapError<B> {
     #[source]
     pub(crate) error: ringfence_iommu::Error,
-    pub(crate) range: Range,
+    /// The I/O virtual addresses that may still lead to the buffer. They are not reused.
+    pub quarantined: Range,
     pub(crate) buffer: ManuallyDrop<B>,
 }
 
@@ -238,11 +233,6 @@ impl<B> UnmapError<B> {
         ErrorKind::of(&self.error)
     }
 
-    /// The I/O virtual addresses that may still lead to the buffer. They are not reused.
-    pub fn quarantined(&self) -> Range {
-        self.range
-    }
-
     /// The buffer, although the device may still reach it.
     ///
     /// # Safety
@@ -254,12 +244,7 @@ impl<B> UnmapError<B> {
 }
 
 impl<B> fmt::Debug for UnmapError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UnmapError")
-            .field("error", &self.error)
-            .field("range", &self.range)
-            .finish()
-    }
+    ringfence_sync::shows!(UnmapError as it, error: it.error, quarantined: it.quarantined);
 }
 
 /// A range that does not lie in the buffer.
@@ -272,11 +257,6 @@ pub struct OutOfBounds {
     pub end: u64,
     /// How many bytes the mapping has.
     pub len: u64,
-}
-
-/// The system's error number when it starts no thread, which always has one.
-pub(crate) fn errno(error: &io::Error) -> Errno {
-    Errno::from_io_error(error).unwrap_or(Errno::AGAIN)
 }
 
 /// Why a device could not be set up.
@@ -335,7 +315,7 @@ pub enum SetupError {
     Refused(#[from] Refused),
     /// The timer thread, which flushes or gives back idle bounce slots, could not be started.
     #[error("cannot start the timer thread of the flush queues or of the bounce pools: {0}")]
-    Thread(#[source] Errno),
+    Thread(#[from] Errno),
     /// The size of the largest slot is not a power of two of whole granules, or exceeds the limit
     /// for all slots.
     #[error(
@@ -373,7 +353,7 @@ pub enum SwitchError {
     Fallback(Fallback),
     /// The timer thread could not be started.
     #[error("cannot start the flush queue's timer thread: {0}")]
-    Thread(#[source] Errno),
+    Thread(#[from] Errno),
     /// The flush queues cannot be made. If their flush failed, the policy is in force.
     #[error(transparent)]
     Queues(#[from] TuningError),

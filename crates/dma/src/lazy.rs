@@ -12,7 +12,7 @@ use ringfence_sync::{histogram::Histogram, mutant};
 use crate::{
     Device, QueueKind,
     counter::Count,
-    flush::{Batch, Enqueued, Entry, Lazy, Removed, Span, Unmapped, Watch},
+    flush::{Batch, Enqueued, Entry, Lazy, Removed, Span, Watch},
     mode::Mode,
     shared::Shared,
     stats::{Counters, FreeCounters},
@@ -27,7 +27,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         span: Span,
         watched: bool,
         counters: &Counters,
-    ) -> Result<Option<Unmapped>> {
+    ) -> Result<Option<Arc<Watch>>> {
         let reserved = mode.bounds_bytes;
         let late = mutant!("bytes are reserved after they are exposed");
         if reserved && !late && !self.reserve(span.mapped, counters) {
@@ -60,10 +60,10 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         reserved: bool,
         watched: bool,
         counters: &Counters,
-    ) -> Result<Option<Unmapped>> {
+    ) -> Result<Option<Arc<Watch>>> {
         let Removed { since_ns, pages } = removed;
-        let watch = watched.then(Arc::<Watch>::default);
-        let unmapped = watch.clone().map(|watch| Unmapped { since_ns, watch });
+        let watch = watched.then(|| Watch::new(since_ns));
+        let unmapped = watch.clone();
         let mut entry =
             Some(Entry { range: span.range, bytes: span.mapped, since_ns, pages, watch, reserved });
         loop {
@@ -183,7 +183,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                 reserved_bytes += bytes;
             }
             if watch.is_none_or(|watch| watch.release(batch.released_ns)) {
-                self.brief_sampler.time(number, 1, &frees.time, || self.free(range));
+                self.sampler.time(number, 1, &frees.time, || self.free(range));
                 number += 1;
                 freed += 1;
             }

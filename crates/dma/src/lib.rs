@@ -106,7 +106,7 @@ pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError
 pub use layout::Segment;
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};
 pub use persistent::Persistent;
-pub use policy::{ParsePolicyError, Policy, QueueKind};
+pub use policy::{Policy, QueueKind};
 pub use stats::{Exposure, Stats};
 pub use trust::{Distrust, Fallback, Finding, Refused, Trust, TrustError};
 pub use tuning::{FlushTuning, TuningError};

@@ -15,7 +15,7 @@ use crate::{
     OutOfBounds, Segment, SharedMemory, UnmapError,
     bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
     counter::Count,
-    flush::{Span, Unmapped},
+    flush::{Span, Watch},
     placed::Placed,
     stats::Counters,
 };
@@ -31,7 +31,7 @@ pub(crate) trait Owner: Send + Sync {
         strictly: bool,
         watched: bool,
         at: Option<&'static Location<'static>>,
-    ) -> DomainResult<Option<Unmapped>>;
+    ) -> DomainResult<Option<Arc<Watch>>>;
     /// Frees an IOVA range that was parked.
     fn free(&self, range: Range);
     /// Ends a mapping that is a copy, and copies back to `slices`, if given. Returns its slot.
@@ -47,7 +47,7 @@ pub(crate) trait Owner: Send + Sync {
 }
 
 /// What an unmap gives back: the buffer, its owner, and the IOVA if it is watched.
-type Taken<B> = (B, Arc<dyn Owner>, Option<Unmapped>);
+type Taken<B> = (B, Arc<dyn Owner>, Option<Arc<Watch>>);
 
 /// Why the buffer is there.
 const HELD: &str = "a mapping holds its buffer until it is unmapped";
@@ -155,11 +155,10 @@ impl<B> Mapping<B> {
     /// As [`unmap`](Self::unmap).
     #[track_caller]
     pub fn unmap_watched(mut self) -> Result<(B, StaleIova), UnmapError<B>> {
-        let (buffer, owner, unmapped) = self.take(false, true)?;
-        let unmapped = unmapped
-            .unwrap_or_else(|| Unmapped { since_ns: owner.now_ns(), watch: Arc::default() });
+        let (buffer, owner, watch) = self.take(false, true)?;
+        let watch = watch.unwrap_or_else(|| Watch::new(owner.now_ns()));
         let placed = self.placed.take();
-        Ok((buffer, StaleIova { placed, unmapped, owner }))
+        Ok((buffer, StaleIova { placed, watch, owner }))
     }
 
     /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU: for a
@@ -262,12 +261,12 @@ impl<B> Mapping<B> {
     /// The buffer, or an error, once the outcome of its unmap by a batch is known.
     pub(crate) fn give_back(
         mut self,
-        unmapped: DomainResult<Option<Unmapped>>,
+        unmapped: DomainResult<Option<Arc<Watch>>>,
     ) -> Result<Returned<B>, UnmapError<B>> {
         let held = self.held.take().expect(HELD);
-        let (buffer, owner, unmapped) = self.placed.taken(held, unmapped)?;
+        let (buffer, owner, watch) = self.placed.taken(held, unmapped)?;
         let placed = self.placed.take();
-        let stale = unmapped.map(|unmapped| StaleIova { placed, unmapped, owner });
+        let stale = watch.map(|watch| StaleIova { placed, watch, owner });
         Ok(Returned { buffer, stale })
     }
 
@@ -319,15 +318,15 @@ impl Placed {
     fn taken<B>(
         &self,
         held: LiveMapping<B>,
-        unmapped: DomainResult<Option<Unmapped>>,
+        unmapped: DomainResult<Option<Arc<Watch>>>,
     ) -> Result<Taken<B>, UnmapError<B>> {
         let LiveMapping { buffer, owner, .. } = held;
         let buffer = ManuallyDrop::new(buffer);
         match unmapped {
             Ok(unmapped) => Ok((ManuallyDrop::into_inner(buffer), owner, unmapped)),
             Err(error) => {
-                let range = self.span.expect("only what is mapped can fail to unmap").range;
-                Err(UnmapError { error, range, buffer })
+                let span = self.span.expect("only what is mapped can fail to unmap");
+                Err(UnmapError { error, quarantined: span.range, buffer })
             }
         }
     }
@@ -405,7 +404,7 @@ impl<B> Drop for Coherent<B> {
 pub struct StaleIova {
     /// For a copy this includes its slot, which is not reused meanwhile.
     placed: Placed,
-    unmapped: Unmapped,
+    watch: Arc<Watch>,
     owner: Arc<dyn Owner>,
 }
 
@@ -423,13 +422,13 @@ impl StaleIova {
 
     /// When its translation was removed, by the environment's clock.
     pub fn queued_at_ns(&self) -> u64 {
-        self.unmapped.since_ns
+        self.watch.since_ns
     }
 
     /// From when on the device could no longer reach it; `None` if it still may. Always `None`
     /// under policy `off`, and for the slot of a copy (whose buffer the device never reached).
     pub fn released_at_ns(&self) -> Option<u64> {
-        self.unmapped.watch.released_at_ns()
+        self.watch.released_at_ns()
     }
 }
 
@@ -438,7 +437,7 @@ impl Drop for StaleIova {
         if let Some(slot) = self.placed.slot.take() {
             self.owner.give_back_slot(slot);
         }
-        if self.unmapped.watch.unwatch()
+        if self.watch.unwatch()
             && let Some(range) = self.range()
         {
             self.owner.free(range);

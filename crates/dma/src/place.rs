@@ -121,7 +121,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             return Err(Error::Uncopied { granule });
         }
         let len = measured.len;
-        let slot = bouncer.client.take(len, wanted.direction.prot(), wanted.at)?;
+        let slot = bouncer.client.take(len, wanted.direction, wanted.at)?;
         let mut bounced = Bounced::new(slot, len, wanted.direction);
         let slices = &|each: &mut dyn FnMut(ReadSlice<'_>)| wanted.buffer.for_each_slice(each);
         match bounced.load(wanted.direction, bouncer.config.written, slices) {
@@ -200,7 +200,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let counters = &*self.port.counters;
         let number = counters.maps.get();
         let alloc = |calls| {
-            let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);
+            let (sampler, time) = (&shared.sampler, &counters.alloc_time);
             sampler.time(number, calls, time, || shared.allocator.alloc(&request))
         };
         let allocated = match alloc(1) {

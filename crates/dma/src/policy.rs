@@ -1,35 +1,38 @@
 //! The policies by name.
 
-use core::{fmt, str::FromStr};
+use core::fmt;
 
-/// How mappings are made and unmade: what they cost, and what they guarantee.
-///
-/// The names are those used for measurements on the kernel's mailing list that this crate is
-/// compared with: `sq` is a single flush queue, `mq` one per CPU, `+map` one map sync per mapping
-/// instead of one per [`map_pages`](ringfence_iommu::Domain::map_pages).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Policy {
+use ringfence_sync::named;
+
+named! {
+    /// How mappings are made and unmade: what they cost, and what they guarantee.
+    ///
+    /// The names are those used for measurements on the kernel's mailing list that this crate is
+    /// compared with: `sq` is a single flush queue, `mq` one per CPU, `+map` one map sync per mapping
+    /// instead of one per [`map_pages`](ringfence_iommu::Domain::map_pages).
+    #[derive(Default)]
+    #[non_exhaustive]
+    Policy, "{:?} is not a policy: it must be one of {}":
     /// No mapping at all: devices use the buffer's own addresses. No protection.
-    Off,
+    Off = "off",
     /// Invalidated before the buffer is returned; each map call synced by itself.
-    Strict,
+    Strict = "strict",
     /// Invalidated before the buffer is returned; one map sync for the whole mapping, and one sync
     /// for all buffers that are submitted, or complete, together.
     #[default]
-    StrictMap,
+    StrictMap = "strict+map",
     /// Invalidated later, through one flush queue; each map call synced by itself.
-    LazySq,
+    LazySq = "lazy-sq",
     /// Invalidated later, through a flush queue per CPU; each map call synced by itself.
-    LazyMq,
+    LazyMq = "lazy-mq",
     /// Invalidated later, through one flush queue; one map sync for the whole mapping.
-    LazySqMap,
+    LazySqMap = "lazy-sq+map",
     /// Invalidated later, through a flush queue per CPU; one map sync for the whole mapping.
-    LazyMqMap,
+    LazyMqMap = "lazy-mq+map",
     /// Copied into memory that stays mapped, and back: no request to the IOMMU, and no part of the
     /// buffer is ever reachable. Buffers above a [threshold](crate::BounceConfig::threshold), and
     /// those that find no slot, are mapped as under [`StrictMap`](Self::StrictMap).
-    Bounce,
+    Bounce = "bounce",
     /// Each mapping as under [`Bounce`](Self::Bounce) or [`StrictMap`](Self::StrictMap), whichever
     /// is faster for mappings of its size on this machine. The call that puts the policy into force
     /// measures that, as a rule in less than 200 ms. While other threads want the CPU, what copies
@@ -37,38 +40,10 @@ pub enum Policy {
     /// While mappings come fast, one way for all of them is tried from time to time, and taken as long as more is done
     /// by it.
     /// [`Device::choices`](crate::Device::choices) returns what was chosen, and why.
-    Auto,
+    Auto = "auto",
 }
 
 impl Policy {
-    /// Every policy, in the order of the comparison table.
-    pub const ALL: [Policy; 9] = [
-        Policy::Off,
-        Policy::Strict,
-        Policy::StrictMap,
-        Policy::LazySq,
-        Policy::LazyMq,
-        Policy::LazySqMap,
-        Policy::LazyMqMap,
-        Policy::Bounce,
-        Policy::Auto,
-    ];
-
-    /// The name, as [`FromStr`] reads it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Policy::Off => "off",
-            Policy::Strict => "strict",
-            Policy::StrictMap => "strict+map",
-            Policy::LazySq => "lazy-sq",
-            Policy::LazyMq => "lazy-mq",
-            Policy::LazySqMap => "lazy-sq+map",
-            Policy::LazyMqMap => "lazy-mq+map",
-            Policy::Bounce => "bounce",
-            Policy::Auto => "auto",
-        }
-    }
-
     /// Whether unmapped memory stays reachable for a while.
     pub const fn is_lazy(self) -> bool {
         self.queue_kind().is_some()
@@ -124,31 +99,6 @@ impl Policy {
             Policy::LazySqMap | Policy::LazyMqMap => Policy::StrictMap,
             _ => self,
         }
-    }
-}
-
-impl fmt::Display for Policy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// An unknown policy name.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{0:?} is not a policy: it must be one of off, strict, strict+map, lazy-sq, lazy-mq, \
-     lazy-sq+map, lazy-mq+map, bounce, auto"
-)]
-pub struct ParsePolicyError(String);
-
-impl FromStr for Policy {
-    type Err = ParsePolicyError;
-
-    fn from_str(name: &str) -> Result<Policy, ParsePolicyError> {
-        Policy::ALL
-            .into_iter()
-            .find(|policy| policy.name() == name)
-            .ok_or_else(|| ParsePolicyError(name.to_owned()))
     }
 }
 

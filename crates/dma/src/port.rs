@@ -9,7 +9,7 @@ use ringfence_iova::Allocator;
 use crate::{
     bounce::{Bounced, SlicesMut, Slot},
     counter::Count,
-    flush::{self, Unmapped},
+    flush::{self, Watch},
     mapping::{DeviceId, Owner},
     shared::Shared,
     stats::Counters,
@@ -40,7 +40,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         strictly: bool,
         watched: bool,
         at: Option<&'static Location<'static>>,
-    ) -> ringfence_iommu::Result<Option<Unmapped>> {
+    ) -> ringfence_iommu::Result<Option<Arc<Watch>>> {
         let (shared, counters) = (&*self.shared, &*self.counters);
         if let (Some(detector), Some(span)) = (&shared.detector, span) {
             let now_ns = shared.clock.now_ns();

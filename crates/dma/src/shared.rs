@@ -11,9 +11,9 @@ use crate::{
     BounceConfig, Choices, Policy, Stats, TimerKind, Waits,
     auto::{Auto, Tally},
     bounce::Client,
-    counter::{BriefSampler, Count, Sampler, TimeCounter},
+    counter::{Count, Sampler, TimeCounter},
     detect::Ledger,
-    flush::{Entry, Lazy, Span, Unmapped},
+    flush::{Entry, Lazy, Span, Watch},
     layout::Limits,
     mode::ModeCell,
     stats::{Counters, FreeCounters},
@@ -37,7 +37,6 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,
-    pub(crate) brief_sampler: BriefSampler,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) cpu: Arc<dyn CpuId>,
     pub(crate) lazy: Lazy,
@@ -84,7 +83,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         strictly: bool,
         watched: bool,
         counters: &Counters,
-    ) -> Result<Option<Unmapped>> {
+    ) -> Result<Option<Arc<Watch>>> {
         let mode = self.mode.get();
         if mode.policy.is_lazy() && !strictly {
             self.unmap_lazily(mode, span, watched, counters)
@@ -100,14 +99,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         span: Span,
         watched: bool,
         counters: &Counters,
-    ) -> Result<Option<Unmapped>> {
+    ) -> Result<Option<Arc<Watch>>> {
         let mut gather = Gather::new();
         let mut unmapped = None;
         let result = self.domain.unmap(span.range, &mut gather).and_then(|_| {
-            if watched {
-                let since_ns = self.clock.now_ns();
-                unmapped = Some(Unmapped { since_ns, watch: Arc::default() });
-            }
+            unmapped = watched.then(|| Watch::new(self.clock.now_ns()));
             counters.unmap_syncs.add(1);
             timed(&*self.clock, &counters.waits.unmap, || self.domain.iotlb_sync(&mut gather))
         });
@@ -120,10 +116,10 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn settle(
         &self,
         range: Range,
-        unmapped: Option<Unmapped>,
+        unmapped: Option<Arc<Watch>>,
         result: Result<Synced>,
         counters: &Counters,
-    ) -> Result<Option<Unmapped>> {
+    ) -> Result<Option<Arc<Watch>>> {
         if let Err(error) = result {
             self.quarantine(range);
             return Err(error);
@@ -131,12 +127,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         match &unmapped {
             // The watcher, which does not have the watch yet, cannot be gone: it will free the
             // IOVA.
-            Some(unmapped) => _ = unmapped.watch.release(self.clock.now_ns()),
+            Some(watch) => _ = watch.release(self.clock.now_ns()),
             None => {
                 counters.frees.count.add(1);
                 // By the number that decides whether the unmap is timed, so that never both are.
                 let (number, time) = (counters.unmaps.get(), &counters.frees.time);
-                self.brief_sampler.time(number, 1, time, || self.free(range));
+                self.sampler.time(number, 1, time, || self.free(range));
             }
         }
         Ok(unmapped)

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use ringfence_iommu::Domain;
 use ringfence_iova::Allocator;
 use ringfence_sync::mutant;
+use rustix::io::Errno;
 
 use crate::{
     Device, FlushTuning, Policy, QueueKind, SetupError, SwitchError, TimerKind, TuningError,
-    error::errno,
     flush::{Shape, bound_ns},
     mode::Mode,
     shared::Shared,
@@ -63,7 +63,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 control.fallback = None;
             }
             Some(kind) => {
-                shared.start_timer().map_err(|error| SwitchError::Thread(errno(&error)))?;
+                shared.start_timer()?;
                 let tuning = control.tunings[kind as usize];
                 let result = shared.queue_as(policy, &tuning, &mut control.unflushed);
                 if shared.mode.get().policy == policy {
@@ -128,7 +128,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         self.prepare(policy);
         if let Some(kind) = policy.queue_kind() {
             let tuning = self.control.lock().tunings[kind as usize];
-            self.start_timer().map_err(|error| SetupError::Thread(errno(&error)))?;
+            self.start_timer()?;
             self.queue_as(policy, &tuning, &mut false)?;
         }
         Ok(())
@@ -197,16 +197,11 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     }
 
     /// Starts the timer's thread, if there should be one but is not.
-    fn start_timer(self: &Arc<Self>) -> std::io::Result<()> {
+    fn start_timer(self: &Arc<Self>) -> Result<(), Errno> {
         if self.timer_kind == TimerKind::Manual {
             return Ok(());
         }
-        // A weak reference: the thread ends with the device.
-        let weak = Arc::downgrade(self);
-        self.lazy.timer.start(Arc::clone(&self.clock), move |late_ns| match weak.upgrade() {
-            // A flush that fails is counted, and tried again: the timer is armed.
-            Some(shared) => shared.expire_late(late_ns).map_or(true, |()| true),
-            None => false,
-        })
+        // A flush that fails is counted, and tried again: the timer is armed.
+        self.lazy.timer.start(&self.clock, self, |shared, late_ns| _ = shared.expire_late(late_ns))
     }
 }

@@ -172,11 +172,11 @@ impl<T: Address> SoftDomain<T> {
     }
 
     /// Begins an invalidation; table pages that are deferred now are freed after it.
-    fn begin(&self, ranges: &[Range], all: bool) -> u64 {
+    fn begin(&self, ranges: &[Range]) -> u64 {
         let pages =
             if self.nothing_retired() { PageList::default() } else { self.table.take_deferred() };
         // After taking the pages: the grace period that this starts covers all on the list.
-        let token = self.shootdown.begin_in(self.scope, ranges, all);
+        let token = self.shootdown.begin_in(self.scope, ranges);
         self.collect(Some((token, pages)));
         token
     }
@@ -227,9 +227,12 @@ impl<T: Address> SoftDomain<T> {
         if self.nothing_retired() {
             return;
         }
-        let token = self.begin(&[], false);
+        let token = self.begin(&[]);
         let backoff = Backoff::new();
-        while !self.shootdown.is_quiet(token) && !backoff.is_completed() {
+        for _ in 0..7 {
+            if self.shootdown.is_quiet(token) {
+                break;
+            }
             backoff.spin();
         }
         self.collect(None);
@@ -237,29 +240,18 @@ impl<T: Address> SoftDomain<T> {
 
     /// As [`map_pages`](Domain::map_pages), for a list of any length.
     fn map_list(&self, maps: &[Map<T>]) -> Result<(), Partial> {
-        let mut done = 0;
-        while done < maps.len() {
-            let chunk = &maps[done..maps.len().min(done + AT_ONCE)];
-            let refused = |map: &Map<T>| self.geometry.check_map(map).err();
-            let fit = chunk.iter().take_while(|map| refused(map).is_none()).count();
-            let mut table = self.table.locked();
-            let mapped = chunk[..fit].iter().try_for_each(|map| {
-                table.map(map.mapping())?;
-                done += 1;
-                Ok(())
-            });
-            drop(table);
-            match mapped {
-                Ok(()) => {
-                    if let Some(error) = chunk.get(fit).and_then(refused) {
-                        return Err(Partial { done, error });
-                    }
-                }
-                Err(error) => {
-                    let again = self.map_in_made_room(&maps[done], error);
-                    again.map_err(|error| Partial { done, error })?;
-                    done += 1;
-                }
+        let mut locked = None;
+        for (done, map) in maps.iter().enumerate() {
+            let partial = |error| Partial { done, error };
+            self.geometry.check_map(map).map_err(partial)?;
+            if done % AT_ONCE == 0 {
+                locked = None;
+            }
+            let table = locked.get_or_insert_with(|| self.table.locked());
+            if let Err(error) = table.map(map.mapping()) {
+                // To make room takes the lock again.
+                locked = None;
+                self.map_in_made_room(map, error).map_err(partial)?;
             }
         }
         Ok(())
@@ -376,21 +368,21 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
     /// readers do not cache the absence of a mapping.
     #[inline]
     fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
-        let (ranges, all) = match work {
+        let ranges = match work {
             Work::Map(_) => return Ok(SyncToken::DONE),
-            Work::Unmap { ranges, .. } => (ranges, false),
-            Work::All => (&[][..], true),
+            Work::Unmap { ranges, .. } => ranges,
+            Work::All => &[Range::ALL],
         };
-        if !all && ranges.is_empty() {
+        if ranges.is_empty() {
             // Table pages deferred earlier are freed after this grace period; the caller does not
             // wait for it.
             if !self.nothing_retired() {
-                self.begin(&[], false);
+                self.begin(&[]);
                 self.collect(None);
             }
             return Ok(SyncToken::DONE);
         }
-        Ok(SyncToken::new(self.begin(ranges, all)))
+        Ok(SyncToken::new(self.begin(ranges)))
     }
 
     fn sync_poll(

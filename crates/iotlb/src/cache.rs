@@ -179,6 +179,23 @@ fn slots<T: Copy>(empty: T, count: usize) -> Box<[Cell<T>]> {
     vec![Cell::new(empty); count].into()
 }
 
+/// Makes four times as many slots. `number` is that of the page or block of what is still true.
+#[cold]
+fn grow<T: Copy>(
+    all: &mut Box<[Cell<T>]>,
+    conflicts: &Cell<usize>,
+    empty: T,
+    number: impl Fn(T) -> Option<u64>,
+) {
+    let count = all.len() * 4;
+    for slot in std::mem::replace(all, slots(empty, count)) {
+        if let Some(number) = number(slot.get()) {
+            all[place(number, count)].set(slot.into_inner());
+        }
+    }
+    conflicts.set(0);
+}
+
 impl Cache {
     pub(crate) fn new() -> Cache {
         Cache {
@@ -352,37 +369,17 @@ impl Cache {
             conflicts.get() > slots / 2 && slots < most
         };
         if full(&self.conflicts[0], self.pages.len(), PAGES[1]) {
-            self.grow_pages();
+            let generation = self.generation.get();
+            grow(&mut self.pages, &self.conflicts[0], Page::EMPTY, |page| {
+                let live = page.tag & (PAGE - 1) & !Page::PROT == generation;
+                live.then_some(page.tag >> PAGE_SHIFT)
+            });
         }
         if full(&self.conflicts[1], self.blocks.len(), BLOCKS[1]) {
-            self.grow_blocks();
+            grow(&mut self.blocks, &self.conflicts[1], Entry::EMPTY, |entry| {
+                (!entry.prot.is_empty()).then_some(entry.first >> BLOCK_SHIFT)
+            });
         }
-    }
-
-    #[cold]
-    fn grow_pages(&mut self) {
-        let count = self.pages.len() * 4;
-        let old = std::mem::replace(&mut self.pages, slots(Page::EMPTY, count));
-        for slot in old {
-            let page = slot.get();
-            if page.tag & (PAGE - 1) & !Page::PROT == self.generation.get() {
-                self.page_slot(page.tag & !(PAGE - 1)).set(page);
-            }
-        }
-        self.conflicts[0].set(0);
-    }
-
-    #[cold]
-    fn grow_blocks(&mut self) {
-        let count = self.blocks.len() * 4;
-        let old = std::mem::replace(&mut self.blocks, slots(Entry::EMPTY, count));
-        for slot in old {
-            let entry = slot.get();
-            if !entry.prot.is_empty() {
-                self.block_slot(entry.first).set(entry);
-            }
-        }
-        self.conflicts[1].set(0);
     }
 
     /// Drops every translation of `range`.

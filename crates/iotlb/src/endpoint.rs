@@ -6,7 +6,7 @@ use std::{
 };
 
 use ringfence_iommu::{
-    Fault, FaultSink, GuestPhys, SoftDomain,
+    Fault, FaultSink, GuestPhys, Range, SoftDomain,
     shootdown::{Scope, Shootdown},
 };
 use ringfence_sync::{
@@ -18,7 +18,7 @@ use ringfence_sync::{
 use crate::Iotlb;
 
 /// Where an endpoint's accesses go.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub enum Binding {
     /// Nowhere: every access faults (rule [V6]).
     ///
@@ -51,17 +51,6 @@ impl Binding {
             Binding::Domain(domain) => domain.scope(),
             Binding::Iotlb(iotlb) => iotlb.scope(),
         }
-    }
-}
-
-impl fmt::Debug for Binding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Binding::Blocked => "Blocked",
-            Binding::Bypass => "Bypass",
-            Binding::Domain(_) => "Domain",
-            Binding::Iotlb(_) => "Iotlb",
-        })
     }
 }
 
@@ -121,7 +110,7 @@ impl Endpoint {
             }
             old
         };
-        let token = self.shootdown.begin(&[], true);
+        let token = self.shootdown.begin(&[Range::ALL]);
         if mutant!("a change is counted after its grace period begins") {
             self.changes.fetch_add(1, Ordering::Release);
         }

@@ -16,7 +16,7 @@ use ringfence_iommu::{
     Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Pending, Prot,
     Range, Result, SoftDomain, Work,
     shootdown::{Reader, Scope, Shootdown},
-    table::{Limits, Mapping, Translation},
+    table::{Limits, Mapping},
 };
 use ringfence_sync::{
     Backoff,
@@ -102,7 +102,7 @@ pub struct IotlbStats {
 /// [D24]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d24
 /// [D30]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d30
 pub struct Iotlb {
-    domain: Arc<SoftDomain<GuestPhys>>,
+    pub(crate) domain: Arc<SoftDomain<GuestPhys>>,
     config: IotlbConfig,
     writer: Mutex<Writer>,
     misses: Misses,
@@ -382,7 +382,7 @@ impl Iotlb {
         {
             // Some views have passed no quiet point for long: one invalidation of the hull replaces
             // all.
-            writer.evicted = vec![(all, self.shootdown().begin(&[all], false))];
+            writer.evicted = vec![(all, self.shootdown().begin(&[all]))];
         }
     }
 
@@ -415,16 +415,6 @@ impl Iotlb {
 
     fn sink(&self) -> Option<Arc<dyn MissSink>> {
         self.sink.lock().clone()
-    }
-
-    #[inline]
-    pub(crate) fn translate(
-        &self,
-        reader: &Reader,
-        iova: Iova,
-        within: Range,
-    ) -> Option<Translation> {
-        self.domain.translate_run(reader, iova, within)
     }
 
     /// How many misses there were so far, those sent again included.

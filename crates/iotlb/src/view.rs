@@ -14,7 +14,7 @@ use std::{
 
 use ringfence_iommu::{
     Fault, FaultReason, GuestPhys, Iova, Prot, Range, SoftDomain,
-    shootdown::{Invalidation, Lease, Reader},
+    shootdown::{Lease, Reader},
 };
 use ringfence_mem::{Access, AccessError, DirtyLog, HostSlice, Memory, Translate, Window};
 use ringfence_sync::mutant;
@@ -127,15 +127,10 @@ impl View {
         self.cache.grow();
         let (cache, windows) = (&self.cache, &self.windows);
         let mut all = false;
-        self.reader.poll(|invalidation| {
+        self.reader.poll(|gone| {
             // Windows and cache entries go before the reader announces that they are gone.
-            match invalidation {
-                Invalidation::Range(range) => drop_range(cache, windows, range),
-                Invalidation::All => {
-                    all = true;
-                    drop_all(cache, windows);
-                }
-            }
+            drop_range(cache, windows, gone);
+            all |= gone == Range::ALL;
         });
         if all && !mutant!("who drops everything does not look at the binding") {
             self.rebind();
@@ -237,10 +232,7 @@ impl View {
     pub fn online(&mut self) {
         if !self.reader.is_online() {
             let (cache, windows) = (&self.other, &self.windows);
-            self.reader.online(|invalidation| match invalidation {
-                Invalidation::Range(range) => drop_range(cache, windows, range),
-                Invalidation::All => drop_all(cache, windows),
-            });
+            self.reader.online(|gone| drop_range(cache, windows, gone));
             mem::swap(&mut self.cache, &mut self.other);
             match self.left.take().map(|left| left.upgrade()) {
                 Some(Some(domain)) => self.binding = Binding::Domain(domain),
@@ -286,8 +278,8 @@ impl View {
     /// Replaces the memory, as after a new memory table; all that was cached is dropped, and the
     /// view's windows are no longer valid.
     pub fn set_memory(&mut self, memory: Arc<Memory>) {
-        drop_all(&self.cache, &self.windows);
-        drop_all(&self.other, &self.windows);
+        drop_range(&self.cache, &self.windows, Range::ALL);
+        drop_range(&self.other, &self.windows, Range::ALL);
         self.region.set(None);
         self.memory = memory;
     }
@@ -311,7 +303,7 @@ impl View {
     fn bind(&mut self, changes: u64) {
         // In this order: nothing found elsewhere is left, and nothing is looked up yet.
         if !mutant!("what was found elsewhere is kept") {
-            drop_all(&self.cache, &self.windows);
+            drop_range(&self.cache, &self.windows, Range::ALL);
         }
         self.binding = self.endpoint.binding();
         self.changes = changes;
@@ -407,7 +399,11 @@ pub fn prot_of(access: Access) -> Prot {
 }
 
 fn drop_range(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>, range: Range) {
-    cache.invalidate(range);
+    match range {
+        Range::ALL => cache.clear(),
+        _ => cache.invalidate(range),
+    }
+    // Dropped too: each keeps its memory mapped.
     windows.borrow_mut().retain(|(held, window)| {
         let gone = held.overlaps(range);
         if gone {
@@ -415,12 +411,6 @@ fn drop_range(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>, range: Ran
         }
         !gone
     });
-}
-
-fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
-    cache.clear();
-    // Dropped too: each keeps its memory mapped.
-    windows.borrow_mut().drain(..).for_each(|(_, window)| window.invalidate());
 }
 
 #[cfg(all(test, loom))]

@@ -1,6 +1,6 @@
 //! The trait of all allocators.
 
-use alloc::{boxed::Box, sync::Arc};
+use core::ops::Deref;
 
 use crate::{AllocError, FreeError, Request, ReserveError, Stats};
 
@@ -88,18 +88,10 @@ macro_rules! pass_on {
 
 pub(crate) use pass_on;
 
-macro_rules! forward {
-    ($pointer:ty) => {
-        impl<A: Allocator + ?Sized> Allocator for $pointer {
-            #[inline]
-            fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
-                (**self).alloc(request)
-            }
-            pass_on!(self => (**self));
-        }
-    };
+impl<P: Deref<Target: Allocator> + Send + Sync> Allocator for P {
+    #[inline]
+    fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
+        (**self).alloc(request)
+    }
+    pass_on!(self => (**self));
 }
-
-forward!(&A);
-forward!(Arc<A>);
-forward!(Box<A>);

@@ -30,11 +30,6 @@ impl<A: Allocator> Preferred32<A> {
         Preferred32 { inner, preferred: AtomicBool::new(true) }
     }
 
-    /// Whether requests are still tried below 4 GiB first.
-    pub fn is_preferred(&self) -> bool {
-        self.preferred.load(Ordering::Relaxed)
-    }
-
     /// The allocator below.
     pub fn inner(&self) -> &A {
         &self.inner
@@ -69,6 +64,12 @@ mod tests {
     use std::{sync::Arc, vec::Vec};
 
     const PAGE: u64 = 4096;
+
+    impl<A> Preferred32<A> {
+        fn is_preferred(&self) -> bool {
+            self.preferred.load(Ordering::Relaxed)
+        }
+    }
 
     /// Sixteen pages below 4 GiB and sixteen above.
     fn tree() -> RbTree {

@@ -139,49 +139,7 @@ pub fn defaults<T: clap::Args>() -> T {
     found.and_then(|found| T::from_arg_matches(&found)).expect("each option has a default")
 }
 
-/// An enumeration with names: those of the command line and of JSON, and others that are understood
-/// as well. `$message` is the error for any other name: its arguments are that name and the list of
-/// all.
-macro_rules! named {
-    ($(#[$doc:meta])* $name:ident, $message:literal:
-        $($(#[$of:meta])* $variant:ident = $text:literal $(| $too:literal)*,)+) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum $name {
-            $($(#[$of])* $variant,)+
-        }
-
-        impl $name {
-            /// All of them, in order.
-            pub const ALL: [$name; [$($text),+].len()] = [$($name::$variant),+];
-
-            /// Its name.
-            pub const fn name(self) -> &'static str {
-                match self {
-                    $($name::$variant => $text,)+
-                }
-            }
-        }
-
-        impl std::fmt::Display for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.pad(self.name())
-            }
-        }
-
-        impl std::str::FromStr for $name {
-            type Err = String;
-
-            fn from_str(name: &str) -> Result<$name, String> {
-                match name {
-                    $($text $(| $too)* => Ok($name::$variant),)+
-                    other => Err(format!($message, other, Self::ALL.map(Self::name).join(", "))),
-                }
-            }
-        }
-    };
-}
-pub(crate) use named;
+pub(crate) use ringfence_sync::named;
 
 /// A number of a range, on the command line by itself: what errors call it, its units, the range and, if not
 /// all of it will do, which do.

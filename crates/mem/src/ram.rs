@@ -120,18 +120,11 @@ impl GuestRam {
     /// If `align` is no power of two.
     pub fn carve(&self, len: usize, align: usize) -> Result<usize, MemError> {
         assert!(align.is_power_of_two(), "an alignment is a power of two");
-        let mut from = self.carved.load(Ordering::Relaxed);
-        loop {
-            let start = from.checked_next_multiple_of(align).unwrap_or(usize::MAX);
-            let left = self.len().saturating_sub(start) as u64;
-            let end = start.checked_add(len).filter(|&end| end <= self.len());
-            let end = end.ok_or(MemError::Full { len: len as u64, left })?;
-            match self.carved.compare_exchange_weak(from, end, Ordering::Relaxed, Ordering::Relaxed)
-            {
-                Ok(_) => return Ok(start),
-                Err(now) => from = now,
-            }
-        }
+        let start = |from: usize| from.checked_next_multiple_of(align).unwrap_or(usize::MAX);
+        let end = |from| start(from).checked_add(len).filter(|&end| end <= self.len());
+        let carved = self.carved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, end);
+        let full = |from| self.len().saturating_sub(start(from)) as u64;
+        carved.map(start).map_err(|from| MemError::Full { len: len as u64, left: full(from) })
     }
 
     /// Gives the pages of the `len` bytes at `offset` back to the system, whatever maps them: they

@@ -2,7 +2,10 @@
 
 // The atomics of `core` even under loom: time is data here, not a way for threads to agree, and a
 // clock may live in a static.
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::{
+    ops::Deref,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 /// A source of time.
 pub trait Clock: Send + Sync {
@@ -10,13 +13,7 @@ pub trait Clock: Send + Sync {
     fn now_ns(&self) -> u64;
 }
 
-impl<C: Clock + ?Sized> Clock for &C {
-    fn now_ns(&self) -> u64 {
-        (**self).now_ns()
-    }
-}
-
-impl<C: Clock + ?Sized> Clock for alloc::sync::Arc<C> {
+impl<P: Deref<Target: Clock> + Send + Sync> Clock for P {
     fn now_ns(&self) -> u64 {
         (**self).now_ns()
     }
@@ -44,15 +41,8 @@ impl ManualClock {
     /// Moves the clock forward by `ns` nanoseconds; it stops at `u64::MAX` rather than going back.
     // Ordering: a test that moves the clock moves all that it did before into the past.
     pub fn advance(&self, ns: u64) {
-        let mut now = self.ns.load(Ordering::Relaxed);
-        while let Err(other) = self.ns.compare_exchange_weak(
-            now,
-            now.saturating_add(ns),
-            Ordering::AcqRel,
-            Ordering::Relaxed,
-        ) {
-            now = other;
-        }
+        let later = |now: u64| Some(now.saturating_add(ns));
+        let _ = self.ns.fetch_update(Ordering::AcqRel, Ordering::Relaxed, later);
     }
 }
 

@@ -1,6 +1,9 @@
 //! The number of the CPU as a trait.
 
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::{
+    ops::Deref,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 /// The number of the CPU that the caller runs on, to choose among per-CPU structures.
 ///
@@ -13,16 +16,7 @@ pub trait CpuId: Send + Sync {
     fn count(&self) -> usize;
 }
 
-impl<C: CpuId + ?Sized> CpuId for &C {
-    fn current(&self) -> usize {
-        (**self).current()
-    }
-    fn count(&self) -> usize {
-        (**self).count()
-    }
-}
-
-impl<C: CpuId + ?Sized> CpuId for alloc::sync::Arc<C> {
+impl<P: Deref<Target: CpuId> + Send + Sync> CpuId for P {
     fn current(&self) -> usize {
         (**self).current()
     }

@@ -1,8 +1,11 @@
 //! Values that many threads record, for means and quantiles.
 
-use alloc::boxed::Box;
+use alloc::{boxed::Box, vec::Vec};
 // The atomics of `core` even under loom: counts are not a way for threads to agree.
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::{
+    iter::repeat,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 /// Sub-buckets per power of two: a value is kept to within an eighth.
 const SUB_BITS: u32 = 3;
@@ -51,7 +54,7 @@ impl Histogram {
 /// The contents of a [`Histogram`] at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HistogramSnapshot {
-    counts: Box<[u64]>,
+    counts: Vec<u64>,
     sum: u64,
 }
 
@@ -101,14 +104,9 @@ impl HistogramSnapshot {
 
     /// What was recorded after `earlier`, a snapshot of the same histogram, was taken.
     pub fn since(&self, earlier: &HistogramSnapshot) -> HistogramSnapshot {
-        let before = |at: usize| earlier.counts.get(at).copied().unwrap_or(0);
+        let before = earlier.counts.iter().chain(repeat(&0));
         HistogramSnapshot {
-            counts: self
-                .counts
-                .iter()
-                .enumerate()
-                .map(|(at, n)| n.saturating_sub(before(at)))
-                .collect(),
+            counts: self.counts.iter().zip(before).map(|(n, m)| n.saturating_sub(*m)).collect(),
             sum: self.sum.wrapping_sub(earlier.sum),
         }
     }
@@ -116,9 +114,7 @@ impl HistogramSnapshot {
     /// Adds the values of `other`.
     pub fn merge(&mut self, other: &HistogramSnapshot) {
         if self.counts.len() < other.counts.len() {
-            let mut counts = core::mem::take(&mut self.counts).into_vec();
-            counts.resize(other.counts.len(), 0);
-            self.counts = counts.into();
+            self.counts.resize(other.counts.len(), 0);
         }
         for (n, more) in self.counts.iter_mut().zip(&other.counts) {
             *n += more;

@@ -10,17 +10,19 @@
 //! * `wait` (with `std`): waiting for the other end of a ring, awake or asleep.
 //! * [`mix`]: a hash of numbers for tables, such as of pages.
 //! * [`histogram`]: values that many threads record, each with two additions.
-//! * [`atomic`], [`cell`]: the atomics of `core`, or those of the model checker with `--cfg loom`. No
-//!   other crate sees the difference.
+//! * [`atomic`], [`Backoff`]: the atomics of `core` and the backoff of crossbeam, or what the model
+//!   checker needs instead with `--cfg loom`. No other crate sees the difference.
 #![no_std]
 
-extern crate alloc;
+// For what `named` makes.
+#[doc(hidden)]
+pub extern crate alloc;
 #[cfg(any(feature = "std", test, loom))]
 extern crate std;
 
 pub mod atomic;
+#[cfg(loom)]
 mod backoff;
-pub mod cell;
 pub mod clock;
 pub mod cpu;
 pub mod histogram;
@@ -68,6 +70,53 @@ macro_rules! shows {
     };
 }
 
+/// Makes an enumeration with names: those of the command line and of JSON, and others that are
+/// understood as well. `$message` is the error for any other name: its arguments are that name and the list of
+/// all.
+#[macro_export]
+macro_rules! named {
+    ($(#[$doc:meta])* $name:ident, $message:literal:
+        $($(#[$of:meta])* $variant:ident = $text:literal $(| $too:literal)*,)+) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[$of])* $variant,)+
+        }
+
+        impl $name {
+            /// All of them, in order.
+            pub const ALL: [$name; [$($text),+].len()] = [$($name::$variant),+];
+
+            /// Its name.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($name::$variant => $text,)+
+                }
+            }
+        }
+
+        impl ::core::fmt::Display for $name {
+            fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+                f.pad(self.name())
+            }
+        }
+
+        impl ::core::str::FromStr for $name {
+            type Err = $crate::alloc::string::String;
+
+            fn from_str(name: &str) -> Result<$name, Self::Err> {
+                match name {
+                    $($text $(| $too)* => Ok($name::$variant),)+
+                    other => {
+                        let all = Self::ALL.map(Self::name).join(", ");
+                        Err($crate::alloc::format!($message, other, all))
+                    }
+                }
+            }
+        }
+    };
+}
+
 /// Implements `Add` for a struct of counts, all of whose fields are named.
 #[macro_export]
 macro_rules! sums {
@@ -88,5 +137,10 @@ macro_rules! sums {
 /// trait object nor be a method's receiver. A model therefore does not explore the orders in which
 /// reference counts change; no code here relies on them beyond what `Arc` promises.
 pub use alloc::sync::Arc;
+#[cfg(loom)]
 pub use backoff::Backoff;
+#[cfg(not(loom))]
+pub use crossbeam_utils::Backoff;
 pub use crossbeam_utils::CachePadded;
+#[cfg(loom)]
+pub use loom::cell;

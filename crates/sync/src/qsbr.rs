@@ -31,7 +31,7 @@ use alloc::{boxed::Box, sync::Arc};
 use core::fmt;
 
 use crate::{
-    Backoff, CachePadded,
+    CachePadded,
     atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence, leading_fence},
     mutant,
 };
@@ -89,11 +89,6 @@ impl Qsbr {
             used: AtomicUsize::new(0),
             slots: (0..max_readers).map(slot).collect(),
         }
-    }
-
-    /// The maximum number of readers at a time.
-    pub fn max_readers(&self) -> usize {
-        self.slots.len()
     }
 
     /// How many of the readers' [indices](Reader::index), from 0, were ever used. A caller that has
@@ -164,16 +159,6 @@ impl Qsbr {
         })
     }
 
-    /// Starts a grace period and waits until it is over. A thread that has a reader online must not
-    /// call it: it would wait for itself.
-    pub fn synchronize(&self) {
-        let grace = self.start();
-        let backoff = Backoff::new();
-        while !self.is_over(grace) {
-            backoff.snooze();
-        }
-    }
-
     fn scan(&self, grace: Grace) -> bool {
         // All grace periods up to this one were started before the scan, fences included. The
         // Acquire ensures it even if the caller obtained the number through some unordered path.
@@ -221,17 +206,11 @@ pub struct Reader {
 impl Reader {
     /// A quiet point: the reader no longer holds anything that it read before.
     ///
-    /// One Acquire load, and, only if a grace period was started since the last quiet point, one
-    /// Release store. No effect while offline.
-    #[inline]
-    pub fn quiescent(&mut self) {
-        self.quiescent_with(|| ());
-    }
-
-    /// A quiet point for a reader that has work to do first, such as dropping from its caches what
-    /// was unlinked. `before` is called only if a grace period was started since the last quiet
-    /// point, and sees everything that its writer did before starting it. Returns whether it was
-    /// called.
+    /// A reader that has work to do first, such as dropping from its caches what was unlinked, does
+    /// it in `before`: that is called only if a grace period was started since the last quiet point,
+    /// and sees everything that its writer did before starting it. Returns whether it was called.
+    ///
+    /// One Acquire load, and, only if it was, one Release store. No effect while offline.
     #[inline]
     pub fn quiescent_with(&mut self, before: impl FnOnce()) -> bool {
         if !self.online {
@@ -339,7 +318,6 @@ mod tests {
         let qsbr = Arc::new(Qsbr::new(4));
         let grace = qsbr.start();
         assert!(qsbr.is_over(grace));
-        qsbr.synchronize();
     }
 
     #[test]
@@ -349,13 +327,13 @@ mod tests {
         let mut b = qsbr.register().unwrap();
         let first = qsbr.start();
         assert!(!qsbr.is_over(first));
-        a.quiescent();
+        a.quiescent_with(|| ());
         assert!(!qsbr.is_over(first));
         let second = qsbr.start();
         assert!(second > first);
-        b.quiescent();
+        b.quiescent_with(|| ());
         assert!(qsbr.is_over(first) && !qsbr.is_over(second));
-        a.quiescent();
+        a.quiescent_with(|| ());
         assert!(qsbr.is_over(second));
     }
 
@@ -370,13 +348,13 @@ mod tests {
         assert!(!qsbr.is_over(grace));
         drop(b);
         assert!(qsbr.is_over(grace));
-        a.quiescent();
+        a.quiescent_with(|| ());
         let grace = qsbr.start();
         assert!(qsbr.is_over(grace), "a quiet point does not bring a reader online");
         a.online();
         let grace = qsbr.start();
         assert!(!qsbr.is_over(grace));
-        a.quiescent();
+        a.quiescent_with(|| ());
         assert!(qsbr.is_over(grace));
     }
 
@@ -444,7 +422,7 @@ mod tests {
                             reader.offline();
                             reader.online();
                         } else {
-                            reader.quiescent();
+                            reader.quiescent_with(|| ());
                         }
                     }
                 })
@@ -454,7 +432,10 @@ mod tests {
             let next = turn % values.len();
             values[next].store(1, Ordering::Relaxed);
             let old = current.swap(next, Ordering::AcqRel);
-            qsbr.synchronize();
+            let grace = qsbr.start();
+            while !qsbr.is_over(grace) {
+                std::thread::yield_now();
+            }
             values[old].store(0, Ordering::Relaxed);
         }
         stop.store(true, Ordering::Relaxed);
@@ -516,7 +497,7 @@ mod model {
                 shared.cells[0].write();
                 return;
             }
-            thread::yield_now();
+            std::thread::yield_now();
         }
     }
 
@@ -529,7 +510,7 @@ mod model {
             let theirs = Arc::clone(&shared);
             let thread = thread::spawn(move || {
                 read(&theirs);
-                reader.quiescent();
+                reader.quiescent_with(|| ());
                 read(&theirs);
             });
             replace(&shared, &qsbr, 2);
@@ -546,7 +527,7 @@ mod model {
             let thread = thread::spawn(move || {
                 let mut reader = from.register().unwrap();
                 read(&theirs);
-                reader.quiescent();
+                reader.quiescent_with(|| ());
                 read(&theirs);
             });
             replace(&shared, &qsbr, 2);
@@ -584,7 +565,7 @@ mod model {
                     let theirs = Arc::clone(&shared);
                     thread::spawn(move || {
                         read(&theirs);
-                        reader.quiescent();
+                        reader.quiescent_with(|| ());
                         read(&theirs);
                     })
                 })
@@ -605,7 +586,7 @@ mod model {
             let theirs = Arc::clone(&shared);
             let reading = thread::spawn(move || {
                 read(&theirs);
-                reader.quiescent();
+                reader.quiescent_with(|| ());
                 read(&theirs);
             });
             let checking = Arc::clone(&qsbr);
@@ -638,7 +619,7 @@ mod model {
             let reading = thread::spawn(move || {
                 let mut reader = from.register().unwrap();
                 read(&theirs);
-                reader.quiescent();
+                reader.quiescent_with(|| ());
                 read(&theirs);
             });
             let (theirs, from, passed) =

@@ -17,10 +17,13 @@
 //! first, and twice as long after each further loss, unless that took next to nothing of the time since
 //! that while.
 
-use core::{cell::Cell, fmt, str::FromStr, time::Duration};
-use std::{format, fs::File, os::unix::fs::FileExt, string::String};
+use core::{cell::Cell, time::Duration};
+use std::{fs::File, os::unix::fs::FileExt};
 
-use crate::clock::{Clock, MonotonicClock};
+use crate::{
+    clock::{Clock, MonotonicClock},
+    named,
+};
 
 /// The longest that [`Notify::Adaptive`] waits awake. A wake-up between two processes costs about
 /// this much, so that spinning and then sleeping never costs more than twice the better of the two.
@@ -62,40 +65,18 @@ const SELDOM: u64 = 100;
 /// How long a thread that soon leaves the CPU again is expected to be there, after it was seen.
 const PARTNER_FOR_NS: u64 = 10_000_000;
 
-/// How to wait for the other end of a ring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Notify {
+named! {
+    /// How to wait for the other end of a ring.
+    #[derive(Default)]
+    Notify, "{:?} is not a way to wait: it must be one of {}":
     /// Looks for a bounded time, [`SPIN`] at most, then sleeps until notified; sleeps at once while
     /// its CPU is shared.
     #[default]
-    Adaptive,
+    Adaptive = "adaptive",
     /// Looks, and is never notified.
-    Poll,
+    Poll = "poll",
     /// Sleeps at once, so that every wait costs a wake-up, as every exit of a guest does.
-    Sleep,
-}
-
-impl fmt::Display for Notify {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Notify::Adaptive => "adaptive",
-            Notify::Poll => "poll",
-            Notify::Sleep => "sleep",
-        })
-    }
-}
-
-impl FromStr for Notify {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Notify, String> {
-        match text {
-            "adaptive" => Ok(Notify::Adaptive),
-            "poll" => Ok(Notify::Poll),
-            "sleep" => Ok(Notify::Sleep),
-            _ => Err(format!("{text:?} is not a way to wait: it must be adaptive, poll or sleep")),
-        }
-    }
+    Sleep = "sleep",
 }
 
 /// What a thread whose look found nothing does next.

@@ -67,21 +67,14 @@ impl Account {
     /// [L53]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l53
     #[inline]
     pub fn charge(&self, bytes: u64, exceed: bool) -> Result<(), LimitError> {
-        let mut used = self.used.load(Relaxed);
         loop {
             let most = self.limit();
             // A sum that wraps is above every limit.
-            let sum = used.checked_add(bytes);
-            let fits = sum.is_some_and(|sum| exceed || sum <= most);
-            let (Some(sum), true) = (sum, fits) else {
-                if self.is_raised(most) {
-                    continue;
-                }
-                return Err(self.refuse(used, bytes));
-            };
-            match self.used.compare_exchange_weak(used, sum, Relaxed, Relaxed) {
+            let more = |used: u64| used.checked_add(bytes).filter(|sum| exceed || *sum <= most);
+            match self.used.fetch_update(Relaxed, Relaxed, more) {
                 Ok(_) => return Ok(()),
-                Err(now) => used = now,
+                Err(_) if self.is_raised(most) => {}
+                Err(used) => return Err(self.refuse(used, bytes)),
             }
         }
     }

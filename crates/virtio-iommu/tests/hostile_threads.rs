@@ -194,9 +194,11 @@ impl World {
             reader.offline();
             thread::yield_now();
             reader.online(|gone| {
-                caches.iter_mut().for_each(|cache| cache.0.retain(|(n, _)| !gone.hits(page(*n))));
+                caches
+                    .iter_mut()
+                    .for_each(|cache| cache.0.retain(|(n, _)| !gone.overlaps(page(*n))));
                 // Nothing is mapped there: this invalidates everything, bindings included.
-                if gone.hits(range(u64::MAX, u64::MAX)) {
+                if gone.overlaps(range(u64::MAX, u64::MAX)) {
                     guest = None;
                     caches[3].0.clear();
                 }

@@ -62,7 +62,7 @@ impl Cache {
 
     fn quiet(&mut self) {
         let Cache { reader, held } = self;
-        reader.poll(|gone| held.retain(|&n, _| !gone.hits(page(n))));
+        reader.poll(|gone| held.retain(|&n, _| !gone.overlaps(page(n))));
     }
 }
 

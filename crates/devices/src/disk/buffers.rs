@@ -1,49 +1,29 @@
 //! Memory of the service's own, for data on its way to and from a disk that may hang.
 
 use std::{
-    fmt, io,
+    io,
     ptr::{self, NonNull},
-    str::FromStr,
 };
 
 use ringfence_mem::HostSlice;
+use ringfence_sync::named;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-/// Where the data of requests is while the disk has them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DiskBuffers {
+named! {
+    /// Where the data of requests is while the disk has them.
+    #[derive(Default)]
+    #[non_exhaustive]
+    DiskBuffers, "{:?} is not a place for data: it must be one of {}":
     /// In memory of the service, and copied once more: requests that the disk does not complete hold
     /// no memory of the guest. An invalidation never waits for the disk.
-    Own,
+    Own = "own",
     /// Where the driver has it. An invalidation waits until the disk is done with the memory in
     /// question, however long that takes, and so does the sender of the invalidation.
-    Guest,
+    Guest = "guest",
     /// [`Guest`](Self::Guest) for disks that never hang: memory, and local devices with a kernel
     /// driver that ends each request after a time; [`Own`](Self::Own) for all others.
     #[default]
-    Auto,
-}
-
-impl fmt::Display for DiskBuffers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            DiskBuffers::Own => "own",
-            DiskBuffers::Guest => "guest",
-            DiskBuffers::Auto => "auto",
-        })
-    }
-}
-
-impl FromStr for DiskBuffers {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<DiskBuffers, String> {
-        [DiskBuffers::Own, DiskBuffers::Guest, DiskBuffers::Auto]
-            .into_iter()
-            .find(|buffers| buffers.to_string() == text)
-            .ok_or_else(|| format!("{text:?} is not a place for data: own, guest or auto"))
-    }
+    Auto = "auto",
 }
 
 /// Bytes of a buffer. A larger request has several, if available, and is otherwise done in pieces.

@@ -138,7 +138,7 @@ fn copy<T: Address>(
     direction: Direction,
 ) -> Result<(), Error> {
     let len = buffer.len() as u64;
-    let slot = client.take(len, direction.prot(), Location::caller())?;
+    let slot = client.take(len, direction, Location::caller())?;
     let mut bounced = Bounced::new(slot, len, direction);
     let loaded = bounced.load(direction, Written::Reported, &|each| {
         each((&*buffer).into());
@@ -162,13 +162,13 @@ fn maps<D: Domain, A: Allocator>(
     let granule = shared.limits.granule();
     let size = granule.checked_mul(BATCH).ok_or(Error::TooLong)?;
     // Memory that the domain's devices can reach anyway while it is a slot.
-    let mut slot = client.take(size, Direction::ToDevice.prot(), Location::caller())?;
+    let mut slot = client.take(size, Direction::ToDevice, Location::caller())?;
     // It is mapped at another address, where no earlier data may be readable.
     slot.zero(0..slot.dirty);
     slot.dirty = 0;
     let mut safe = true;
     let result = match client.target(&slot) {
-        Some(target) => measure(shared, (target, slot.prot), is_late, &mut safe),
+        Some(target) => measure(shared, (target, slot.direction.prot()), is_late, &mut safe),
         None => Err(Error::Unstable),
     };
     if safe {

@@ -12,7 +12,7 @@ use super::{Flight, Flights, join};
 use crate::{
     Device, Mapping, Returned, UnmapError,
     counter::Count,
-    flush::{Removed, Unmapped},
+    flush::{Removed, Watch},
     mapping::Owner,
     port::Port,
     waits::timed,
@@ -66,9 +66,9 @@ impl<B, T> Member<B, T> {
 /// The outcome of a member.
 enum State {
     /// None yet: its flight decides. `Some` if its IOVA is watched.
-    Open(Option<Unmapped>),
+    Open(Option<Arc<Watch>>),
     /// Known before its flight was over.
-    Known(Result<Option<Unmapped>>),
+    Known(Result<Option<Arc<Watch>>>),
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
@@ -148,8 +148,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let clock = &self.port.shared.clock;
         for member in &mut self.gathered {
             if member.mapping.end_bounce(true, member.watched) {
-                let watch = || Unmapped { since_ns: clock.now_ns(), watch: Arc::default() };
-                member.state = State::Known(Ok(member.watched.then(watch)));
+                let watch = member.watched.then(|| Watch::new(clock.now_ns()));
+                member.state = State::Known(Ok(watch));
             }
         }
     }
@@ -236,8 +236,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                     };
                     member.state = State::Known(span.map_or(Ok(None), &mut queue));
                 } else if member.watched {
-                    let watch = Arc::default();
-                    member.state = State::Open(Some(Unmapped { since_ns, watch }));
+                    member.state = State::Open(Some(Watch::new(since_ns)));
                 }
                 if let State::Known(unmapped) = &member.state {
                     counters.note_unmap(unmapped);

@@ -159,7 +159,7 @@ impl Bounced {
     /// Whether the slot is left zeroed. Not if the device may read it: then the next copy
     /// overwrites what is there.
     fn scrubs(&self) -> bool {
-        !self.slot.prot.contains(ringfence_iommu::Prot::READ)
+        self.slot.direction == Direction::FromDevice
     }
 
     /// Ends the copy: brings back what remains, to `slices` if the buffer is wanted, and leaves the

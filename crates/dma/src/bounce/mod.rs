@@ -7,7 +7,7 @@ mod taken;
 use core::ptr::NonNull;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 
-use ringfence_iommu::{Address, HostAddr, Prot, Range};
+use ringfence_iommu::{Address, HostAddr, Range};
 
 use crate::Direction;
 
@@ -61,7 +61,7 @@ pub(crate) struct Slot {
     /// Its memory, for the CPU.
     pub(crate) ptr: NonNull<u8>,
     /// What the device may do.
-    pub(crate) prot: Prot,
+    pub(crate) direction: Direction,
     /// How many bytes from its beginning may be non-zero.
     pub(crate) dirty: u64,
     /// The number of the device that had it last; used by the pools only.

@@ -44,26 +44,14 @@ impl Budget {
     #[must_use]
     pub(crate) fn reserve(&self, bytes: u64) -> bool {
         let Ok(bytes) = i64::try_from(bytes) else { return false };
-        let mut left = self.left.load(Ordering::Relaxed);
-        loop {
-            if left < bytes {
-                return false;
-            }
-            if mutant!("bytes are looked for and reserved in two steps") {
-                self.left.fetch_sub(bytes, Ordering::Relaxed);
-                return true;
-            }
-            // Acquire: a flush that made room was over before.
-            match self.left.compare_exchange_weak(
-                left,
-                left - bytes,
-                Ordering::Acquire,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => return true,
-                Err(other) => left = other,
-            }
+        let less = |left| (left >= bytes).then(|| left - bytes);
+        if mutant!("bytes are looked for and reserved in two steps") {
+            let fits = less(self.left.load(Ordering::Relaxed)).is_some();
+            self.left.fetch_sub(if fits { bytes } else { 0 }, Ordering::Relaxed);
+            return fits;
         }
+        // Acquire: a flush that made room was over before.
+        self.left.fetch_update(Ordering::Acquire, Ordering::Relaxed, less).is_ok()
     }
 
     /// Gives back bytes that were reserved.

@@ -94,11 +94,18 @@ const UNWATCHED: u64 = u64::MAX;
 /// allocator when both are done with it; the second one gives it back.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
+    /// When the translation was removed.
+    pub(crate) since_ns: u64,
     /// [`WAITING`], [`UNWATCHED`], or the time of the release plus one.
     state: AtomicU64,
 }
 
 impl Watch {
+    /// Of an IOVA whose translation was removed then.
+    pub(crate) fn new(since_ns: u64) -> Arc<Watch> {
+        Arc::new(Watch { since_ns, ..Watch::default() })
+    }
+
     /// Records that the flush has finished. Returns whether the caller must give back the IOVA.
     #[must_use]
     pub(crate) fn release(&self, now_ns: u64) -> bool {
@@ -122,13 +129,6 @@ impl Watch {
             released => Some(released - 1),
         }
     }
-}
-
-/// An IOVA after its unmap, for a watcher.
-#[derive(Debug)]
-pub(crate) struct Unmapped {
-    pub(crate) since_ns: u64,
-    pub(crate) watch: Arc<Watch>,
 }
 
 #[cfg(all(test, not(loom)))]

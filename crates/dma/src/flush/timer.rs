@@ -1,7 +1,6 @@
 //! The timer of the flush queues, and of the bounce pools.
 
 use std::{
-    io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     thread::{self, JoinHandle},
@@ -13,6 +12,7 @@ use ringfence_sync::{
     atomic::{AtomicU64, Ordering},
     clock::Clock,
 };
+use rustix::io::Errno;
 
 /// Not armed.
 const NEVER: u64 = u64::MAX;
@@ -49,20 +49,35 @@ impl Timer {
     }
 
     /// Starts a thread, unless there is one, that calls `expire` when the timer is due, with the
-    /// delay in nanoseconds, until it returns false or the timer is stopped.
-    pub(crate) fn start(
+    /// delay in nanoseconds, until `owner` is gone or the timer is stopped.
+    ///
+    /// # Errors
+    /// The system's, when it starts no thread.
+    pub(crate) fn start<T: Send + Sync + 'static>(
         &self,
-        clock: Arc<dyn Clock>,
-        expire: impl Fn(u64) -> bool + Send + 'static,
-    ) -> io::Result<()> {
+        clock: &Arc<dyn Clock>,
+        owner: &Arc<T>,
+        expire: fn(&T, u64),
+    ) -> Result<(), Errno> {
         let mut thread = self.thread.lock();
         if thread.is_none() {
-            let state = Arc::clone(&self.state);
-            // A domain or an allocator that panics has not flushed: the next time it is tried again.
-            let goes_on =
-                move |late_ns| catch_unwind(AssertUnwindSafe(|| expire(late_ns))).unwrap_or(true);
-            let wait = move || while state.wait(&*clock).is_some_and(&goes_on) {};
-            *thread = Some(thread::Builder::new().name(self.name.to_owned()).spawn(wait)?);
+            let (state, clock) = (Arc::clone(&self.state), Arc::clone(clock));
+            // A weak reference: the thread ends with the owner.
+            let owner = Arc::downgrade(owner);
+            let wait = move || {
+                while let Some(late_ns) = state.wait(&*clock)
+                    && let Some(owner) = owner.upgrade()
+                {
+                    // A domain or an allocator that panics has not flushed: the next time it is
+                    // tried again.
+                    let _ = catch_unwind(AssertUnwindSafe(move || expire(&owner, late_ns)));
+                }
+            };
+            let started = thread::Builder::new().name(self.name.to_owned()).spawn(wait);
+            // The system's error always has a number.
+            *thread = Some(
+                started.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::AGAIN))?,
+            );
         }
         Ok(())
     }
@@ -160,9 +175,10 @@ mod tests {
     #[test]
     fn a_timer_expires_once_for_each_time_it_is_armed() {
         let (sender, receiver) = mpsc::channel();
-        let timer = Timer::named("test");
-        timer.start(Arc::new(MonotonicClock), move |late| sender.send(late).is_ok()).unwrap();
-        timer.start(Arc::new(MonotonicClock), |_| panic!("a second thread")).unwrap();
+        let (timer, clock) = (Timer::named("test"), Arc::new(MonotonicClock) as Arc<dyn Clock>);
+        let sender = Arc::new(sender);
+        timer.start(&clock, &sender, |sender, late| sender.send(late).unwrap()).unwrap();
+        timer.start(&clock, &sender, |_, _| panic!("a second thread")).unwrap();
         for _ in 0..3 {
             let due = MonotonicClock.now_ns() + 1000;
             timer.arm(due);
@@ -170,7 +186,7 @@ mod tests {
             assert!(due + late <= MonotonicClock.now_ns());
             assert_eq!(timer.due_ns(), None);
         }
-        drop(timer);
+        drop((timer, sender));
         assert!(receiver.recv().is_err(), "the thread has ended, and it called no more");
     }
 
@@ -178,7 +194,8 @@ mod tests {
     fn stopping_does_not_wait_for_the_timer_to_be_due() {
         // rule L30
         let timer = Timer::named("test");
-        timer.start(Arc::new(ManualClock::new(0)), |_| panic!("never due")).unwrap();
+        let clock = Arc::new(ManualClock::new(0)) as Arc<dyn Clock>;
+        timer.start(&clock, &Arc::new(()), |_, _| panic!("never due")).unwrap();
         timer.arm(u64::MAX);
         assert_eq!(timer.due_ns(), Some(u64::MAX - 1));
         drop(timer);

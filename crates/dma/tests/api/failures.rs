@@ -118,7 +118,7 @@ fn an_unmap_whose_invalidation_fails_keeps_the_buffer_and_its_iova() {
             let iova = mapping.iova();
             *bench.domain.broken.lock().unwrap() = broken;
             let error = mapping.unmap().unwrap_err();
-            assert_eq!(error.quarantined().first(), iova);
+            assert_eq!(error.quarantined.first(), iova);
             assert!(matches!(error.error(), DomainError::Device { status: STATUS, .. }));
             assert!(bench.domain.reach(iova.0).is_some(), "it is still reachable indeed");
             let _ = error;

@@ -258,7 +258,7 @@ fn an_entry_for_which_a_full_queue_cannot_make_room_is_quarantined_and_the_other
         let mapping = map(&bench);
         let iova = mapping.iova();
         let error = mapping.unmap().unwrap_err();
-        assert_eq!(error.quarantined().first(), iova);
+        assert_eq!(error.quarantined.first(), iova);
         let stats = bench.device.stats();
         assert_eq!((stats.queued, stats.quarantined, bench.allocator.live()), (2, 1, 3));
         *bench.domain.broken.lock().unwrap() = Broken::default();

@@ -64,24 +64,11 @@ impl Chunk {
 
     /// Takes a free slot.
     fn claim(&self) -> Option<usize> {
-        let mut used = self.used.load(Ordering::Relaxed);
-        loop {
-            let slot = used.trailing_ones() as usize;
-            if slot >= CHUNK {
-                return None;
-            }
-            // Acquire pairs with the Release in `give_back`: the last lease in this slot is over
-            // before we write to the slot.
-            match self.used.compare_exchange_weak(
-                used,
-                used | 1 << slot,
-                Ordering::Acquire,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => return Some(slot),
-                Err(now) => used = now,
-            }
-        }
+        let free = |used: u64| Some(used.trailing_ones() as usize).filter(|slot| *slot < CHUNK);
+        let more = |used| free(used).map(|slot| used | 1 << slot);
+        // Acquire pairs with the Release in `give_back`: the last lease in this slot is over
+        // before we write to the slot.
+        self.used.fetch_update(Ordering::Acquire, Ordering::Relaxed, more).ok().and_then(free)
     }
 
     fn next(&self) -> Option<&Chunk> {

@@ -7,7 +7,6 @@ use ringfence_sync::{
     atomic::{AtomicU64, Ordering, fence},
 };
 
-use super::Invalidation;
 use crate::{Iova, Range};
 
 /// How many invalidated ranges the log holds. A reader that falls further behind drops everything.
@@ -80,18 +79,16 @@ impl Log {
 
     /// Calls `f` with every range from `*replayed` on, and moves `*replayed` to the end.
     #[inline(never)]
-    pub(super) fn replay(&self, replayed: &mut u64, mut f: impl FnMut(Invalidation)) {
+    pub(super) fn replay(&self, replayed: &mut u64, mut f: impl FnMut(Range)) {
         let end = self.position();
         // If `f` panics, the reader stays where it was and will replay everything again.
         for position in *replayed..end {
-            match self.get(position) {
-                Some(range) if range != Range::ALL => f(Invalidation::Range(range)),
-                // `All` includes everything that follows, and everything that was overwritten if we
-                // were lapped.
-                _ => {
-                    f(Invalidation::All);
-                    break;
-                }
+            let gone = self.get(position).unwrap_or(Range::ALL);
+            f(gone);
+            // It includes everything that follows, and everything that was overwritten if we were
+            // lapped.
+            if gone == Range::ALL {
+                break;
             }
         }
         *replayed = end;

@@ -76,26 +76,6 @@ fn fill(gone: &mut Gone, ranges: &[Range]) {
     }
 }
 
-/// What a cache must drop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Invalidation {
-    /// Every translation of an address in the range.
-    Range(Range),
-    /// Every translation.
-    All,
-}
-
-impl Invalidation {
-    /// Whether a cached translation of addresses in `range` must be dropped.
-    #[inline]
-    pub const fn hits(self, range: Range) -> bool {
-        match self {
-            Invalidation::Range(gone) => gone.overlaps(range),
-            Invalidation::All => true,
-        }
-    }
-}
-
 /// The invalidations of a process: see the [module](self).
 pub struct Shootdown {
     qsbr: Arc<Qsbr>,
@@ -142,22 +122,21 @@ impl Shootdown {
         })
     }
 
-    /// Begins to invalidate `ranges`, or every address if `all`, and returns a token for the
-    /// invalidation (never 0). The caller has already removed the translations from their table.
-    /// Without ranges this only starts a grace period.
+    /// Begins to invalidate `ranges`, and returns a token for the invalidation (never 0). The
+    /// caller has already removed the translations from their table. Without ranges this only
+    /// starts a grace period.
     ///
     /// Never under-invalidates; with many ranges it may also invalidate addresses between them
     /// (rule [L42]).
     ///
     /// [L42]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l42
     #[inline]
-    pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
-        self.begin_in(Scope::ALL, ranges, all)
+    pub fn begin(&self, ranges: &[Range]) -> u64 {
+        self.begin_in(Scope::ALL, ranges)
     }
 
     /// As [`begin`](Self::begin), for translations that only readers in `scope` can have.
-    pub fn begin_in(&self, scope: Scope, ranges: &[Range], all: bool) -> u64 {
-        let ranges = if all { &[Range::ALL][..] } else { ranges };
+    pub fn begin_in(&self, scope: Scope, ranges: &[Range]) -> u64 {
         let mut pending = self.pending.lock();
         if ranges.is_empty() {
             return scope.token(self.qsbr.start());
@@ -267,11 +246,11 @@ pub struct Reader {
 impl Reader {
     /// A quiet point: calls `f` with what was invalidated since the last one, oldest first, then
     /// announces the quiet point to the writers. If that is more than the log holds (256 ranges),
-    /// `f` gets [`Invalidation::All`]. With nothing new it is a single load.
+    /// `f` gets [`Range::ALL`]. With nothing new it is a single load.
     ///
     /// No effect while offline.
     #[inline]
-    pub fn poll(&mut self, f: impl FnMut(Invalidation)) {
+    pub fn poll(&mut self, f: impl FnMut(Range)) {
         let Reader { shootdown, inner, replayed, .. } = self;
         // `quiescent_with` loads the epoch before it calls us, and announces it afterwards. If the
         // epoch has not changed, the log may still have a new range whose writer has not started
@@ -303,7 +282,7 @@ impl Reader {
 
     /// Goes online again, and calls `f` with what was invalidated meanwhile. No effect while
     /// online.
-    pub fn online(&mut self, f: impl FnMut(Invalidation)) {
+    pub fn online(&mut self, f: impl FnMut(Range)) {
         if !self.inner.is_online() {
             let mut f = f;
             // In this order: a writer that finds us offline has logged its ranges before its scan,
@@ -334,7 +313,7 @@ impl Reader {
     /// Takes no lock. Allocates only when this reader holds more leases at a time than ever before.
     pub fn lease(&self, range: Range) -> Lease {
         let index = self.leases.take(range, self.scope.token(self.inner.passed()));
-        Lease { leases: Arc::clone(&self.leases), index, range }
+        Lease { leases: Arc::clone(&self.leases), index }
     }
 
     /// As [`lease`](Self::lease), in the slot of a lease that was [put to rest](Lease::rest):
@@ -347,7 +326,6 @@ impl Reader {
         }
         lease.rest();
         lease.leases.renew(lease.index, range, self.scope.token(self.inner.passed()));
-        lease.range = range;
     }
 
     /// The shootdown that this reader belongs to.
@@ -377,15 +355,9 @@ impl Drop for LeaveOnPanic<'_> {
 pub struct Lease {
     leases: Arc<Leases>,
     index: usize,
-    range: Range,
 }
 
 impl Lease {
-    /// The range.
-    pub fn range(&self) -> Range {
-        self.range
-    }
-
     /// Ends it, as dropping it does, but keeps its slot for [`Reader::renew`].
     pub fn rest(&mut self) {
         self.leases.rest(self.index);
@@ -399,9 +371,7 @@ impl Drop for Lease {
 }
 
 impl fmt::Debug for Lease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Lease").field(&self.range).finish()
-    }
+    ringfence_sync::shows!(Lease as it, index: it.index);
 }
 
 /// Invalidations under way: the ranges that leases are compared with once the grace period is over.
@@ -461,7 +431,7 @@ mod mutant {
     fn readers_get_no_range_and_the_grace_period_runs_all_the_same() {
         let shootdown = Shootdown::new(1);
         let mut reader = shootdown.reader().unwrap();
-        let token = shootdown.begin(&[Range::ALL], true);
+        let token = shootdown.begin(&[Range::ALL]);
         assert!(!shootdown.is_over(token));
         reader.poll(|_| panic!("this build is meant to be broken"));
         assert!(shootdown.is_over(token));

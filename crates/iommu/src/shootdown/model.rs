@@ -61,7 +61,7 @@ impl World {
     /// The same for a page that only readers in `scope` look up.
     fn unmap_in(&self, scope: Scope, shootdown: &Shootdown, looks: usize) {
         self.mapped.store(false, Ordering::Relaxed);
-        let token = shootdown.begin_in(scope, &[PAGE], false);
+        let token = shootdown.begin_in(scope, &[PAGE]);
         self.take_back(shootdown, token, looks);
     }
 
@@ -77,8 +77,8 @@ impl World {
     }
 }
 
-fn forget(cache: &mut bool, gone: Invalidation) {
-    if gone.hits(PAGE) {
+fn forget(cache: &mut bool, gone: Range) {
+    if gone.overlaps(PAGE) {
         *cache = false;
     }
 }
@@ -152,9 +152,9 @@ fn nor_that_of_a_reader_which_is_lapped() {
         });
         // The log of a model holds two ranges: the third overwrites the one that matters.
         world.mapped.store(false, Ordering::Relaxed);
-        let token = shootdown.begin(&[PAGE], false);
-        shootdown.begin(&[OTHER], false);
-        shootdown.begin(&[OTHER], false);
+        let token = shootdown.begin(&[PAGE]);
+        shootdown.begin(&[OTHER]);
+        shootdown.begin(&[OTHER]);
         world.take_back(&shootdown, token, 2);
         device.join().unwrap();
     });
@@ -174,7 +174,7 @@ fn nor_that_of_a_reader_which_replays_another_invalidation_meanwhile() {
             }
             theirs.access(&mut cache);
         });
-        shootdown.begin(&[OTHER], false);
+        shootdown.begin(&[OTHER]);
         world.unmap(&shootdown, 2);
         device.join().unwrap();
     });
@@ -215,10 +215,10 @@ fn a_lease_is_not_overlooked_where_others_make_room_for_theirs() {
             }
         });
         world.mapped.store(false, Ordering::Relaxed);
-        let token = shootdown.begin(&[PAGE], false);
+        let token = shootdown.begin(&[PAGE]);
         // A model tracks two invalidations: for the third, one that is over makes room.
-        shootdown.begin(&[OTHER], false);
-        shootdown.begin(&[OTHER], false);
+        shootdown.begin(&[OTHER]);
+        shootdown.begin(&[OTHER]);
         world.take_back(&shootdown, token, 1);
         device.join().unwrap();
     });

@@ -9,7 +9,7 @@ fn range(first: u64, last: u64) -> Range {
     Range::new(Iova(first), Iova(last)).unwrap()
 }
 
-fn polled(reader: &mut Reader) -> Vec<Invalidation> {
+fn polled(reader: &mut Reader) -> Vec<Range> {
     let mut received = Vec::new();
     reader.poll(|gone| received.push(gone));
     received
@@ -19,14 +19,14 @@ fn polled(reader: &mut Reader) -> Vec<Invalidation> {
 fn every_reader_gets_every_range_once_and_in_order() {
     let shootdown = Shootdown::new(2);
     let (mut a, mut b) = (shootdown.reader().unwrap(), shootdown.reader().unwrap());
-    let first = shootdown.begin(&[range(0, 9)], false);
-    assert_eq!(polled(&mut a), [Invalidation::Range(range(0, 9))]);
-    let second = shootdown.begin(&[range(20, 29)], false);
+    let first = shootdown.begin(&[range(0, 9)]);
+    assert_eq!(polled(&mut a), [range(0, 9)]);
+    let second = shootdown.begin(&[range(20, 29)]);
     assert!(!shootdown.is_over(first) && second > first);
-    assert_eq!(polled(&mut a), [Invalidation::Range(range(20, 29))]);
+    assert_eq!(polled(&mut a), [range(20, 29)]);
     assert!(polled(&mut a).is_empty());
     assert!(!shootdown.is_over(first));
-    let both = [range(0, 9), range(20, 29)].map(Invalidation::Range);
+    let both = [range(0, 9), range(20, 29)];
     assert_eq!(polled(&mut b), both);
     assert!(shootdown.is_over(first) && shootdown.is_over(second) && shootdown.is_over(0));
     let (last, _) = Scope::of_token(second);
@@ -38,12 +38,9 @@ fn every_reader_gets_every_range_once_and_in_order() {
 fn all_is_all() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
-    shootdown.begin(&[], true);
-    shootdown.begin(&[Range::ALL], false);
-    assert_eq!(polled(&mut reader), [Invalidation::All]);
-    assert!(Invalidation::All.hits(range(3, 3)));
-    assert!(Invalidation::Range(range(3, 4)).hits(range(4, 5)));
-    assert!(!Invalidation::Range(range(3, 4)).hits(range(5, 5)));
+    shootdown.begin(&[Range::ALL]);
+    shootdown.begin(&[Range::ALL]);
+    assert_eq!(polled(&mut reader), [Range::ALL]);
 }
 
 #[test]
@@ -51,7 +48,7 @@ fn without_ranges_it_is_a_grace_period_alone() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
     let lease = reader.lease(Range::ALL);
-    let token = shootdown.begin(&[], false);
+    let token = shootdown.begin(&[]);
     assert!(!shootdown.is_over(token));
     assert!(polled(&mut reader).is_empty());
     assert!(shootdown.is_over(token));
@@ -63,12 +60,12 @@ fn a_reader_that_was_lapped_drops_everything() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
     let tokens: Vec<_> =
-        (0..=LOG as u64).map(|n| shootdown.begin(&[range(n * 10, n * 10)], false)).collect();
-    assert_eq!(polled(&mut reader), [Invalidation::All]);
+        (0..=LOG as u64).map(|n| shootdown.begin(&[range(n * 10, n * 10)])).collect();
+    assert_eq!(polled(&mut reader), [Range::ALL]);
     assert!(tokens.iter().all(|&token| shootdown.is_over(token)));
     // Exactly as many as the log holds are still separate.
     for n in 0..LOG as u64 {
-        shootdown.begin(&[range(n * 10, n * 10)], false);
+        shootdown.begin(&[range(n * 10, n * 10)]);
     }
     assert_eq!(polled(&mut reader).len(), LOG);
 }
@@ -79,14 +76,11 @@ fn too_many_ranges_are_widened_and_none_is_lost() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
     let gone: Vec<_> = (0..100).map(|n| range(n * n * 16, n * n * 16 + 3)).collect();
-    shootdown.begin(&gone, false);
+    shootdown.begin(&gone);
     let received = polled(&mut reader);
     assert!(received.len() <= RANGES);
     for part in gone {
-        assert!(
-            received.iter().any(|h| matches!(h, Invalidation::Range(r) if r.covers(part))),
-            "{part} was lost"
-        );
+        assert!(received.iter().any(|r| r.covers(part)), "{part} was lost");
     }
 }
 
@@ -95,16 +89,16 @@ fn a_reader_that_was_offline_gets_the_ranges_on_coming_back() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
     reader.offline();
-    let token = shootdown.begin(&[range(5, 6)], false);
+    let token = shootdown.begin(&[range(5, 6)]);
     assert!(shootdown.is_over(token), "an offline reader is not waited for");
     assert!(polled(&mut reader).is_empty() && !reader.is_online());
     let mut received = vec![];
     reader.online(|gone| received.push(gone));
-    assert_eq!(received, [Invalidation::Range(range(5, 6))]);
+    assert_eq!(received, [range(5, 6)]);
     reader.online(|_| panic!("it is online already"));
-    assert!(!shootdown.is_over(shootdown.begin(&[range(5, 6)], false)));
+    assert!(!shootdown.is_over(shootdown.begin(&[range(5, 6)])));
     drop(reader);
-    shootdown.wait(shootdown.begin(&[range(5, 6)], false));
+    shootdown.wait(shootdown.begin(&[range(5, 6)]));
     let mut new_reader = shootdown.reader().unwrap();
     assert!(polled(&mut new_reader).is_empty(), "its cache was empty when that was removed");
 }
@@ -116,17 +110,17 @@ fn a_range_at_which_the_cache_panics_is_delivered_again() {
     let panics = |f: &mut dyn FnMut()| {
         assert!(std::panic::catch_unwind(core::panic::AssertUnwindSafe(f)).is_err());
     };
-    let token = shootdown.begin(&[range(5, 6)], false);
+    let token = shootdown.begin(&[range(5, 6)]);
     panics(&mut || reader.poll(|_| panic!("in the cache")));
     assert!(!shootdown.is_over(token));
-    assert_eq!(polled(&mut reader), [Invalidation::Range(range(5, 6))]);
+    assert_eq!(polled(&mut reader), [range(5, 6)]);
     reader.offline();
-    shootdown.begin(&[range(7, 8)], false);
+    shootdown.begin(&[range(7, 8)]);
     panics(&mut || reader.online(|_| panic!("in the cache")));
     assert!(!reader.is_online());
     let mut received = vec![];
     reader.online(|gone| received.push(gone));
-    assert_eq!(received, [Invalidation::Range(range(7, 8))]);
+    assert_eq!(received, [range(7, 8)]);
 }
 
 #[test]
@@ -135,9 +129,8 @@ fn an_invalidation_waits_for_older_leases_on_its_ranges_and_for_no_others() {
     let mut reader = shootdown.reader().unwrap();
     let elsewhere = reader.lease(range(100, 199));
     let on_it = reader.lease(range(0, 50));
-    assert_eq!(on_it.range(), range(0, 50));
-    let token = shootdown.begin(&[range(40, 60), range(300, 400)], false);
-    let all = shootdown.begin(&[], true);
+    let token = shootdown.begin(&[range(40, 60), range(300, 400)]);
+    let all = shootdown.begin(&[Range::ALL]);
     // Taken before the quiet point: it may stand on what was removed.
     let late = reader.lease(range(60, 60));
     polled(&mut reader);
@@ -151,7 +144,7 @@ fn an_invalidation_waits_for_older_leases_on_its_ranges_and_for_no_others() {
     assert!(!shootdown.is_over(all));
     drop(elsewhere);
     assert!(shootdown.is_over(all));
-    let next = shootdown.begin(&[range(0, 0)], false);
+    let next = shootdown.begin(&[range(0, 0)]);
     polled(&mut reader);
     assert!(!shootdown.is_over(next));
     drop(newer);
@@ -164,19 +157,19 @@ fn a_lease_is_renewed_on_another_range_and_for_a_later_time() {
     let mut reader = shootdown.reader().unwrap();
     let mut lease = reader.lease(range(0, 9));
     let index = lease.index;
-    let old = shootdown.begin(&[range(0, 9)], false);
+    let old = shootdown.begin(&[range(0, 9)]);
     reader.poll(|_| ());
     assert!(!shootdown.is_over(old));
     lease.rest();
     assert!(shootdown.is_over(old), "it is over, though its place is kept");
 
     // On the current mapping: older invalidations do not wait for it, newer ones do.
-    let older = shootdown.begin(&[range(20, 29)], false);
+    let older = shootdown.begin(&[range(20, 29)]);
     reader.poll(|_| ());
     reader.renew(&mut lease, range(20, 29));
-    assert_eq!((lease.index, lease.range()), (index, range(20, 29)));
+    assert_eq!(lease.index, index);
     assert!(shootdown.is_over(older));
-    let newer = [range(20, 20), range(0, 9)].map(|gone| shootdown.begin(&[gone], false));
+    let newer = [range(20, 20), range(0, 9)].map(|gone| shootdown.begin(&[gone]));
     reader.poll(|_| ());
     assert!(!shootdown.is_over(newer[0]));
     assert!(shootdown.is_over(newer[1]), "not on what it was taken on at first");
@@ -188,7 +181,7 @@ fn a_lease_is_renewed_on_another_range_and_for_a_later_time() {
     let mut other = shootdown.reader().unwrap();
     let mut lease = reader.lease(range(0, 9));
     other.renew(&mut lease, range(30, 39));
-    let gone = [range(0, 9), range(30, 39)].map(|gone| shootdown.begin(&[gone], false));
+    let gone = [range(0, 9), range(30, 39)].map(|gone| shootdown.begin(&[gone]));
     reader.poll(|_| ());
     other.poll(|_| ());
     assert_eq!(gone.map(|token| shootdown.is_over(token)), [true, false]);
@@ -200,7 +193,7 @@ fn a_lease_outlives_its_reader_and_the_next_of_that_index() {
     let reader = shootdown.reader().unwrap();
     let lease = reader.lease(range(0, 9));
     drop(reader);
-    let token = shootdown.begin(&[range(0, 9)], false);
+    let token = shootdown.begin(&[range(0, 9)]);
     let next = shootdown.reader().unwrap();
     let theirs = next.lease(range(0, 9));
     drop((next, theirs));
@@ -219,7 +212,7 @@ fn there_is_no_limit_to_leases_and_their_places_are_used_again() {
             leases.iter().map(|lease| lease.index).collect();
         assert_eq!(places.len(), leases.len());
         assert_eq!(places.last(), Some(&(3 * CHUNK - 1)));
-        let token = shootdown.begin(&[Range::ALL], false);
+        let token = shootdown.begin(&[Range::ALL]);
         polled(&mut reader);
         while let Some(lease) = leases.pop() {
             assert!(!shootdown.is_over(token));
@@ -236,7 +229,7 @@ fn forgotten_tokens_are_merged_and_none_is_over_too_early() {
     let lease = reader.lease(range(0, 0));
     // The lease holds up the first one; the others wait only for the quiet point.
     let tokens: Vec<_> =
-        (0..3 * PENDING as u64).map(|n| shootdown.begin(&[range(n * 16, n * 16)], false)).collect();
+        (0..3 * PENDING as u64).map(|n| shootdown.begin(&[range(n * 16, n * 16)])).collect();
     polled(&mut reader);
     assert!(!shootdown.is_over(tokens[0]));
     assert!(shootdown.is_over(*tokens.last().unwrap()));
@@ -244,7 +237,7 @@ fn forgotten_tokens_are_merged_and_none_is_over_too_early() {
     assert!(tokens.iter().all(|&token| shootdown.is_over(token)));
     // Invalidations that are over make room by themselves.
     for _ in 0..3 * PENDING {
-        shootdown.begin(&[range(7, 7)], false);
+        shootdown.begin(&[range(7, 7)]);
         polled(&mut reader);
     }
     assert!(shootdown.pending.lock().entries.len() <= PENDING);
@@ -294,9 +287,9 @@ fn caches_and_leases_keep_their_promise_under_load() {
                     if leases.len() > 5 {
                         leases.clear();
                     }
-                    let drop_from = |cache: &mut [u64; PAGES], gone: Invalidation| {
+                    let drop_from = |cache: &mut [u64; PAGES], gone: Range| {
                         for (n, entry) in cache.iter_mut().enumerate() {
-                            if gone.hits(page(n)) {
+                            if gone.overlaps(page(n)) {
                                 *entry = 0;
                             }
                         }
@@ -319,7 +312,7 @@ fn caches_and_leases_keep_their_promise_under_load() {
         let n = version * 7 % PAGES;
         let old = world.table[n].swap(0, Ordering::AcqRel);
         if old != 0 {
-            pending.push((shootdown.begin(&[page(n)], false), old));
+            pending.push((shootdown.begin(&[page(n)]), old));
         }
         world.table[n].store(version as u64, Ordering::Release);
         while pending.len() > version % 50 {
@@ -347,7 +340,7 @@ fn an_invalidation_in_a_scope_waits_for_readers_that_may_be_in_it() {
         reader.enter(scope);
         assert_eq!(reader.scope(), scope);
     }
-    let token = shootdown.begin_in(here, &[range(0, 9)], false);
+    let token = shootdown.begin_in(here, &[range(0, 9)]);
     assert!(!shootdown.is_over(token));
     polled(&mut readers[0]);
     assert!(!shootdown.is_over(token), "the one that may be anywhere");
@@ -355,12 +348,12 @@ fn an_invalidation_in_a_scope_waits_for_readers_that_may_be_in_it() {
     assert!(shootdown.is_over(token) && !shootdown.is_quiet(token));
     // A reader that enters later finds nothing there.
     readers[1].enter(here);
-    let all = shootdown.begin(&[range(20, 29)], false);
+    let all = shootdown.begin(&[range(20, 29)]);
     polled(&mut readers[0]);
     polled(&mut readers[3]);
     assert!(!shootdown.is_over(all));
     // Every reader receives every invalidation.
-    let expected = [range(0, 9), range(20, 29)].map(Invalidation::Range);
+    let expected = [range(0, 9), range(20, 29)];
     assert_eq!(polled(&mut readers[1]), expected);
     assert_eq!(polled(&mut readers[2]), expected);
     assert!(shootdown.is_over(all) && shootdown.is_quiet(token));
@@ -375,7 +368,7 @@ fn a_lease_holds_up_its_own_scope_and_those_that_are_everywhere() {
     let mut lease = reader.lease(range(0, 9));
     // The lease stays in the scope in which it was taken.
     reader.enter(there);
-    let begin = |scope| shootdown.begin_in(scope, &[range(0, 9)], false);
+    let begin = |scope| shootdown.begin_in(scope, &[range(0, 9)]);
     let [own, other, all] = [here, there, Scope::ALL].map(begin);
     polled(&mut reader);
     assert_eq!([own, other, all].map(|token| shootdown.is_over(token)), [false, true, false]);
@@ -396,7 +389,7 @@ fn merged_invalidations_of_several_scopes_wait_for_the_leases_of_each() {
     // It may stand on a translation of any scope.
     let lease = reader.lease(range(0, 9));
     let tokens: Vec<_> =
-        scopes.iter().map(|&scope| shootdown.begin_in(scope, &[range(0, 9)], false)).collect();
+        scopes.iter().map(|&scope| shootdown.begin_in(scope, &[range(0, 9)])).collect();
     polled(&mut reader);
     assert!(tokens.iter().all(|&token| !shootdown.is_over(token)), "the lease is on all of them");
     drop(lease);

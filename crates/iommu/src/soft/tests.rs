@@ -4,10 +4,7 @@ use alloc::{collections::BTreeSet, vec};
 use proptest::prelude::*;
 
 use super::*;
-use crate::{
-    GuestPhys, PageSizes, Prot, ReservedKind, ReservedRegion,
-    shootdown::{Invalidation, Lease},
-};
+use crate::{GuestPhys, PageSizes, Prot, ReservedKind, ReservedRegion, shootdown::Lease};
 
 type Soft = SoftDomain<GuestPhys>;
 
@@ -194,7 +191,7 @@ fn a_strict_sync_invalidates_its_ranges_and_a_flush_everything() {
     assert!(gather.is_empty());
     assert!(!is_over(&domain, token));
     let both = page(1).hull(page(2));
-    assert_eq!(received(&mut reader), [Invalidation::Range(both)]);
+    assert_eq!(received(&mut reader), [both]);
     assert!(is_over(&domain, token));
     // Nothing gathered, nothing to wait for.
     assert_eq!(begin(&domain, &mut gather), SyncToken::DONE);
@@ -204,13 +201,13 @@ fn a_strict_sync_invalidates_its_ranges_and_a_flush_everything() {
     domain.unmap(page(9), &mut gather).unwrap();
     assert!(received(&mut reader).is_empty());
     let token = begin(&domain, &mut gather);
-    assert_eq!(received(&mut reader), [Invalidation::All]);
+    assert_eq!(received(&mut reader), [Range::ALL]);
     assert!(is_over(&domain, token));
     reader.offline();
     domain.flush_iotlb_all().unwrap();
     let mut all = vec![];
     reader.online(|gone| all.push(gone));
-    assert_eq!(all, [Invalidation::All]);
+    assert_eq!(all, [Range::ALL]);
 }
 
 #[test]
@@ -355,7 +352,7 @@ fn when_a_sync_returns_no_reader_reaches_what_was_unmapped() {
                     // Otherwise, with more threads than CPUs, each sync takes a time slice or two.
                     std::thread::yield_now();
                     reader.poll(|gone| {
-                        let hit = |t: &Translation| gone.hits(t.range);
+                        let hit = |t: &Translation| gone.overlaps(t.range);
                         cache
                             .iter_mut()
                             .filter(|t| t.as_ref().is_some_and(hit))
@@ -430,9 +427,9 @@ struct Device {
     cache: Vec<Option<Translation>>,
 }
 
-fn forget(cache: &mut [Option<Translation>], gone: Invalidation) {
+fn forget(cache: &mut [Option<Translation>], gone: Range) {
     for entry in cache.iter_mut() {
-        if entry.is_some_and(|found| gone.hits(found.range)) {
+        if entry.is_some_and(|found| gone.overlaps(found.range)) {
             *entry = None;
         }
     }
@@ -479,7 +476,7 @@ proptest! {
                     syncs.push((token, core::mem::take(&mut gathered)));
                 }
                 Step::Flush => {
-                    let token = SyncToken::new(domain.begin(&[], true));
+                    let token = SyncToken::new(domain.begin(&[Range::ALL]));
                     // What is gathered is covered, and may stay in the gather.
                     syncs.push((token, gathered.clone()));
                 }

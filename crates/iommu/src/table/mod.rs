@@ -54,7 +54,6 @@
 //! [L41]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#l41
 
 mod budget;
-mod list;
 mod map;
 mod node;
 mod pages;
@@ -78,7 +77,6 @@ use ringfence_sync::{
 
 use self::{
     budget::CHUNK,
-    list::List,
     map::{Commit, Need},
     pages::{Chain, Ledger},
     slot::{ROOT_LEVEL, Slot},
@@ -265,27 +263,20 @@ impl Table {
     /// The first mapping that ends at or after `iova`. Takes the lock.
     pub fn mapping_from(&self, iova: Iova) -> Option<Mapping> {
         let _writer = self.writer.lock();
-        // Ordering: the lock orders it.
-        let root = Slot(self.root.load(Ordering::Acquire));
-        let above = Range { first: iova.0, last: u64::MAX };
-        // SAFETY: the lock is held.
-        let at = unsafe { first_mapped(root, ROOT_LEVEL, above) }?;
-        self.whole(at)
+        self.first_from(iova)
     }
 
     /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it
     /// has room for without growing: if room is left, there are no more. Takes the lock, once.
     pub fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) {
         let _writer = self.writer.lock();
-        // Ordering: the lock orders it.
-        let root = Slot(self.root.load(Ordering::Acquire));
-        let above = Range { first: iova.0, last: u64::MAX };
-        // SAFETY: the lock is held.
-        let Some(at) = (unsafe { first_mapped(root, ROOT_LEVEL, above) }) else { return };
-        let Some(Mapping { range, .. }) = self.whole(at) else { return };
-        let within = Range { last: u64::MAX, ..range };
-        // SAFETY: the lock is held.
-        unsafe { List::new(into).visit(root, Range::ALL, within) };
+        let mut next = Some(iova);
+        while into.len() < into.capacity()
+            && let Some(mapping) = next.and_then(|next| self.first_from(next))
+        {
+            into.push(mapping);
+            next = mapping.range.last().checked_add(1);
+        }
     }
 
     /// All mappings in ascending order. Takes the lock anew for each step: a mapping that exists
@@ -429,6 +420,16 @@ impl Table {
         self.ledger.retire(&pages);
         self.ledger.defer(pages);
         bytes
+    }
+
+    /// The first mapping that ends at or after `iova`. The lock is held.
+    fn first_from(&self, iova: Iova) -> Option<Mapping> {
+        // Ordering: the lock orders it.
+        let root = Slot(self.root.load(Ordering::Acquire));
+        let above = Range { first: iova.0, last: u64::MAX };
+        // SAFETY: the lock is held.
+        let at = unsafe { first_mapped(root, ROOT_LEVEL, above) }?;
+        self.whole(at)
     }
 
     /// The whole mapping that contains `address`. The lock is held.

@@ -37,7 +37,7 @@ fn check(
             let (table, read) = (table.clone(), read.clone());
             thread::spawn(move || {
                 read(&table);
-                reader.quiescent();
+                reader.quiescent_with(|| ());
                 read(&table);
             })
         };

@@ -349,7 +349,7 @@ fn a_reader_sees_a_mapping_that_was_made_or_none() {
                         x = x.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(seed);
                         check((x >> 33) % (8 << 20) + if x & 1 == 0 { 0 } else { 1 << 41 });
                     }
-                    reader.quiescent();
+                    reader.quiescent_with(|| ());
                 }
             });
         }
@@ -375,7 +375,10 @@ fn a_reader_sees_a_mapping_that_was_made_or_none() {
             }
             pages.append(table.take_deferred());
             if !pages.is_empty() {
-                qsbr.synchronize();
+                let grace = qsbr.start();
+                while !qsbr.is_over(grace) {
+                    thread::yield_now();
+                }
                 // SAFETY: the grace period began after the list was filled, and both readers look
                 // up only between their quiet points. The writer makes no lookup.
                 unsafe { pages.reclaim() };

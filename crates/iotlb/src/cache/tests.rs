@@ -211,8 +211,8 @@ proptest! {
                 }
                 Op::Grow => {
                     if cache.pages.len() < PAGES[1] {
-                        cache.grow_pages();
-                        cache.grow_blocks();
+                        cache.conflicts.iter().for_each(|count| count.set(usize::MAX));
+                        cache.grow();
                     }
                 }
                 Op::Clear => {

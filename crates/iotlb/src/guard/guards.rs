@@ -69,7 +69,7 @@ impl Looker {
             Binding::Bypass => Some(Translation { range: Range::ALL, delta: 0, prot: Prot::RW }),
             Binding::Domain(domain) => domain.translate(&self.reader, iova),
             Binding::Iotlb(iotlb) => {
-                let found = iotlb.translate(&self.reader, iova, point(iova));
+                let found = iotlb.domain.translate_run(&self.reader, iova, point(iova));
                 let there = found.is_some_and(|found| found.prot.allows(prot));
                 let missing = (iova, miss_access(prot));
                 if !there && !iotlb.is_refused(missing, Some(self.since), &self.waiter) {

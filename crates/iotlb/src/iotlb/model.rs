@@ -1,7 +1,6 @@
 //! An update that leads elsewhere, and an invalidation, explored by loom.
 
 use loom::thread;
-use ringfence_iommu::shootdown::Invalidation;
 use ringfence_sync::{
     atomic::{AtomicBool, Ordering},
     model::{self, Memory},
@@ -30,7 +29,7 @@ impl World {
     /// A device's access, with a cache of one translation.
     fn access(&self, reader: &Reader, cache: &mut Option<u64>) {
         if cache.is_none() {
-            let found = self.iotlb.translate(reader, Iova(PAGE), page());
+            let found = self.iotlb.domain.translate_run(reader, Iova(PAGE), page());
             *cache = found.map(|found| found.target(Iova(PAGE)));
         }
         match *cache {
@@ -70,8 +69,8 @@ fn check(change: fn(&Iotlb) -> u64) {
             let mut cache = None;
             for _ in 0..2 {
                 theirs.access(&reader, &mut cache);
-                reader.poll(|gone: Invalidation| {
-                    if gone.hits(page()) {
+                reader.poll(|gone| {
+                    if gone.overlaps(page()) {
                         cache = None;
                     }
                 });

@@ -49,7 +49,7 @@ impl View {
         let iova = Iova(addr);
         let found = match &self.binding {
             Binding::Iotlb(iotlb) => {
-                match iotlb.translate(&self.reader, iova, self.cache.search(addr)) {
+                match iotlb.domain.translate_run(&self.reader, iova, self.cache.search(addr)) {
                     Some(found) if found.prot.allows(prot_of(access)) => Some(found),
                     found => {
                         let missing = (iova, prot_of(access));

@@ -196,28 +196,15 @@ impl Slab {
     /// space.
     #[inline]
     pub(super) fn take(&self) -> Option<u32> {
-        let mut word = self.word.load(Ordering::Relaxed);
-        loop {
-            // A frozen slab has no free range.
-            let free = word as u32;
-            if free == 0 {
-                return None;
-            }
-            // Acquire: the key that belongs to this word is seen, and what the last owner did.
-            // Release: what this thread read of the slab before, to find it, it did not read later, when
-            // the slab is another.
-            //
-            // Ordering: no model shows loads that move behind the exchange (loom executes them in order).
-            match self.word.compare_exchange_weak(
-                word,
-                word & !(1 << free.trailing_zeros()),
-                Ordering::AcqRel,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => return Some(free.trailing_zeros()),
-                Err(now) => word = now,
-            }
-        }
+        // A frozen slab has no free range.
+        let less = |word: u64| (word as u32 != 0).then(|| word & !(1 << word.trailing_zeros()));
+        // Acquire: the key that belongs to this word is seen, and what the last owner did.
+        // Release: what this thread read of the slab before, to find it, it did not read later, when
+        // the slab is another.
+        //
+        // Ordering: no model shows loads that move behind the exchange (loom executes them in order).
+        let taken = self.word.fetch_update(Ordering::AcqRel, Ordering::Relaxed, less);
+        taken.ok().map(|word| word.trailing_zeros())
     }
 
     /// Frees a range, if that is simple. `missing`: the number passed to [`note_missing`](Self::note_missing),
@@ -379,16 +366,12 @@ impl Slab {
     // Ordering: Acquire, for a slab that `claim` has detached under another CPU's lock: its place in
     // lists. No model moves a slab from list to list. Release: what `set_up` released goes on.
     pub(super) fn add_free_as_current(&self, slots: u32) -> bool {
-        let mut word = self.word.load(Ordering::Relaxed);
-        loop {
+        let more = |word| {
             let flags = if word & ATTACHED == 0 { ATTACHED | CURRENT } else { 0 };
-            let after = word | u64::from(slots) | flags;
-            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
-            {
-                Ok(_) => return flags != 0,
-                Err(now) => word = now,
-            }
-        }
+            Some(word | u64::from(slots) | flags)
+        };
+        let before = self.word.fetch_update(Ordering::AcqRel, Ordering::Relaxed, more);
+        before.is_ok_and(|word| word & ATTACHED == 0)
     }
 
     /// Takes a range of a slab that was just taken out of a list, under that list's lock: once it
@@ -400,25 +383,24 @@ impl Slab {
     // Ordering: Acquire as in `take`. Release, for a slab that is detached here and attached under another
     // CPU's lock: its place in lists. No model moves a slab from list to list.
     pub(super) fn claim(&self, keep: bool) -> Claimed {
-        let mut word = self.word.load(Ordering::Relaxed);
-        loop {
-            if word & FROZEN != 0 {
-                return Claimed::Frozen;
-            }
+        let mut claimed = Claimed::Frozen;
+        let claim = |word| {
             let free = word as u32;
             let slot = free.trailing_zeros();
             let rest = free & free.wrapping_sub(1);
-            let (after, claimed) = match (free, rest) {
-                (0, _) => (word & !ATTACHED, Claimed::None),
-                (_, 0) if !keep => (word & !(ATTACHED | u64::from(free)), Claimed::Last(slot)),
-                _ => ((word & !(1 << slot)) | CURRENT, Claimed::Current(slot)),
+            let after;
+            (after, claimed) = match (free, rest) {
+                _ if word & FROZEN != 0 => (None, Claimed::Frozen),
+                (0, _) => (Some(word & !ATTACHED), Claimed::None),
+                (_, 0) if !keep => {
+                    (Some(word & !(ATTACHED | u64::from(free))), Claimed::Last(slot))
+                }
+                _ => (Some((word & !(1 << slot)) | CURRENT), Claimed::Current(slot)),
             };
-            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
-            {
-                Ok(_) => return claimed,
-                Err(now) => word = now,
-            }
-        }
+            after
+        };
+        let _ = self.word.fetch_update(Ordering::AcqRel, Ordering::Relaxed, claim);
+        claimed
     }
 
     /// Makes the slab no longer current; if it has no free range, detaches it and returns true.
@@ -426,38 +408,19 @@ impl Slab {
     // Ordering: Acquire, so that what `forget_cut` has done is seen. It gives nothing that needs the Release; the
     // lock orders the rest.
     pub(super) fn displace(&self) -> bool {
-        let mut word = self.word.load(Ordering::Relaxed);
-        loop {
-            // A frozen slab may get its ranges back.
-            let detach = word as u32 == 0 && word & FROZEN == 0;
-            let flags = if detach { ATTACHED | CURRENT } else { CURRENT };
-            match self.word.compare_exchange_weak(
-                word,
-                word & !flags,
-                Ordering::AcqRel,
-                Ordering::Relaxed,
-            ) {
-                Ok(_) => return detach,
-                Err(now) => word = now,
-            }
-        }
+        // A frozen slab may get its ranges back.
+        let detach = |word| word & (FROZEN | FREE) == 0;
+        let less = |word| Some(word & !if detach(word) { ATTACHED | CURRENT } else { CURRENT });
+        self.word.fetch_update(Ordering::AcqRel, Ordering::Relaxed, less).is_ok_and(detach)
     }
 
     /// Takes all free ranges at once, and keeps other threads from changing the slab until it is
     /// [thawed](Self::thaw). Under the core's lock.
     // Ordering: the core's lock orders what is changed until then.
     pub(super) fn freeze(&self) -> u32 {
-        let mut word = self.word.load(Ordering::Relaxed);
-        loop {
-            debug_assert_eq!(word & FROZEN, 0, "frozen twice");
-            // Acquire: the frees that this sees are complete.
-            let after = ((word & !FREE) | FROZEN).wrapping_add(VERSION);
-            match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
-            {
-                Ok(_) => return word as u32,
-                Err(now) => word = now,
-            }
-        }
+        // Acquire: the frees that this sees are complete.
+        let taken = self.word.fetch_update(Ordering::AcqRel, Ordering::Relaxed, frozen);
+        taken.expect("a slab is not frozen twice") as u32
     }
 
     /// Freezes the slab if it is loose. Under the core's lock.
@@ -465,34 +428,22 @@ impl Slab {
     /// A free that this does not see sees what the caller did before: it changes the word after this has.
     pub(super) fn freeze_loose(&self) -> Option<u32> {
         // Release: each later change of the word goes on with it.
-        let mut word = self.word.fetch_add(VERSION, Ordering::Release).wrapping_add(VERSION);
-        while word as u32 != 0 && word & (ATTACHED | FROZEN) == 0 {
-            let after = ((word & !FREE) | FROZEN).wrapping_add(VERSION);
-            // Acquire: the free that this sees is complete.
-            //
-            // Ordering: `thaw_detached` acquires too, unless the slab ends here.
-            match self.word.compare_exchange_weak(word, after, Ordering::Acquire, Ordering::Relaxed)
-            {
-                Ok(_) => return Some(word as u32),
-                Err(now) => word = now,
-            }
-        }
-        None
+        self.word.fetch_add(VERSION, Ordering::Release);
+        let loose = |word: &u64| *word as u32 != 0 && word & ATTACHED == 0;
+        let freeze = |word| Some(word).filter(loose).and_then(frozen);
+        // Acquire: the free that this sees is complete.
+        //
+        // Ordering: `thaw_detached` acquires too, unless the slab ends here.
+        let taken = self.word.fetch_update(Ordering::Acquire, Ordering::Relaxed, freeze);
+        taken.ok().map(|word| word as u32)
     }
 
     /// Ends [`freeze`](Self::freeze) with these ranges free. Flags may have changed meanwhile.
     // Ordering: a range that becomes free here was freed before the freeze or is freed by the caller, under
     // locks that the next owner's `freeze` or list has.
     pub(super) fn thaw(&self, free: u32) {
-        let mut word = self.word.load(Ordering::Relaxed);
-        while let Err(now) = self.word.compare_exchange_weak(
-            word,
-            (word & !FROZEN) | u64::from(free),
-            Ordering::AcqRel,
-            Ordering::Relaxed,
-        ) {
-            word = now;
-        }
+        let thawed = |word| Some((word & !FROZEN) | u64::from(free));
+        let _ = self.word.fetch_update(Ordering::AcqRel, Ordering::Relaxed, thawed);
     }
 
     /// Ends [`freeze`](Self::freeze), detached and with no free range.
@@ -528,6 +479,11 @@ impl Slab {
             range(self.key().number(slot), (1 << self.class()) - tail, tail);
         }
     }
+}
+
+/// The word of a slab whose free ranges were taken out; `None` if it is frozen already.
+fn frozen(word: u64) -> Option<u64> {
+    (word & FROZEN == 0).then(|| ((word & !FREE) | FROZEN).wrapping_add(VERSION))
 }
 
 impl fmt::Debug for Slab {

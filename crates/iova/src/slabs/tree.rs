@@ -291,7 +291,8 @@ impl Tree {
             node.fits[index] = sum.fit;
             node.prefixes[index] = sum.prefix;
         }
-        self.inners.nodes[id as usize].sum(size)
+        let node = &self.inners.nodes[id as usize];
+        sum(&node.fits, &node.prefixes, bits)
     }
 
     fn highest_in(&self, level: u32, id: u32, wanted: &Natural, limit: u64) -> Option<u64> {
@@ -301,9 +302,8 @@ impl Tree {
         let node = &self.inners.nodes[id as usize];
         let bits = child_bits(level);
         if wanted.order > bits {
-            return node.run(bits, wanted, |index| {
-                let last = ((index as u64) << bits).checked_add(wanted.count - 1);
-                last.is_some_and(|last| last <= limit)
+            return runs(&node.prefixes, bits, wanted).find(|place| {
+                place.checked_add(wanted.count - 1).is_some_and(|last| last <= limit)
             });
         }
         let top = (limit >> bits) as usize;
@@ -331,13 +331,7 @@ impl Tree {
         let node = &self.inners.nodes[id as usize];
         let bits = child_bits(level);
         if wanted.order > bits {
-            // The runs come from the highest on, so the last one is the lowest.
-            let mut lowest = None;
-            node.run(bits, wanted, |index| {
-                lowest = Some((index as u64) << bits);
-                false
-            });
-            return lowest;
+            return runs(&node.prefixes, bits, wanted).last();
         }
         let index = node.fits.iter().position(|fit| *fit >= wanted.count)?;
         let place = match node.children[index] {
@@ -408,50 +402,48 @@ pub(super) const fn order_of(count: u64) -> u32 {
     u64::BITS - (count - 1).leading_zeros()
 }
 
-impl Inner {
-    fn sum(&self, size: u64) -> Sum {
-        // From the highest child to the lowest: `run` is what is free from the start of each on.
-        let (mut fit, mut run) = (0, 0u64);
-        for index in (0..FAN).rev() {
-            fit = fit.max(self.fits[index]);
-            if self.prefixes[index] == size {
-                // Granule 0 is always taken, so no run is 2^64 granules long.
-                run += size;
-                // A request that starts here is no larger than the alignment of the place.
-                let aligned = match index {
-                    0 => u64::MAX,
-                    _ => size.saturating_mul(1 << index.trailing_zeros()),
-                };
-                fit = fit.max(run.min(aligned));
-            } else {
-                run = self.prefixes[index];
-            }
-        }
-        Sum { fit, prefix: run }
-    }
-
-    /// The highest place for a request larger than a child for which `accept`, called with the
-    /// index of its first child, returns true.
-    fn run(
-        &self,
-        bits: u32,
-        wanted: &Natural,
-        mut accept: impl FnMut(usize) -> bool,
-    ) -> Option<u64> {
-        let step = 1usize.checked_shl(wanted.order - bits).filter(|step| *step <= FAN)?;
-        let size = 1u64 << bits;
-        let mut run = 0u64;
-        for index in (0..FAN).rev() {
-            run = match self.prefixes[index] {
-                prefix if prefix == size => run + size,
-                prefix => prefix,
+/// The sum of a node, of whose children of 2^`bits` granules these are the fits and prefixes.
+#[inline]
+fn sum<N: Copy + Into<u64>>(fits: &[N; FAN], prefixes: &[N; FAN], bits: u32) -> Sum {
+    let size = 1u64 << bits;
+    // From the highest child to the lowest: `run` is what is free from the start of each on.
+    let (mut fit, mut run) = (0, 0u64);
+    for index in (0..FAN).rev() {
+        fit = fit.max(fits[index].into());
+        let prefix = prefixes[index].into();
+        if prefix == size {
+            // Granule 0 is always taken, so no run is 2^64 granules long.
+            run += size;
+            // A request that starts here is no larger than the alignment of the place.
+            let aligned = match index {
+                0 => u64::MAX,
+                _ => size.saturating_mul(1 << index.trailing_zeros()),
             };
-            if index % step == 0 && run >= wanted.count && accept(index) {
-                return Some((index as u64) << bits);
-            }
+            fit = fit.max(run.min(aligned));
+        } else {
+            run = prefix;
         }
-        None
     }
+    Sum { fit, prefix: run }
+}
+
+/// The places for a request larger than a child of 2^`bits` granules, from the highest on.
+#[inline]
+fn runs<N: Copy + Into<u64>>(
+    prefixes: &[N; FAN],
+    bits: u32,
+    wanted: &Natural,
+) -> impl Iterator<Item = u64> {
+    let (size, step) = (1u64 << bits, 1usize.checked_shl(wanted.order - bits));
+    let mut run = 0u64;
+    (0..FAN).rev().filter_map(move |index| {
+        run = match prefixes[index].into() {
+            prefix if prefix == size => run + size,
+            prefix => prefix,
+        };
+        let aligned = index % step.unwrap_or(usize::MAX) == 0;
+        (aligned && run >= wanted.count).then_some((index as u64) << bits)
+    })
 }
 
 #[cfg(all(test, not(loom)))]

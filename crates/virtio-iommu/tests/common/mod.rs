@@ -103,7 +103,7 @@ impl Backing for Endpoints {
         Ok(())
     }
     fn sync_binding_begin(&self, _endpoint: u32) -> Result<SyncToken> {
-        Ok(SyncToken::new(self.shootdown.begin(&[], true)))
+        Ok(SyncToken::new(self.shootdown.begin(&[Range::ALL])))
     }
     fn sync_binding_poll(&self, token: SyncToken) -> Result<bool> {
         Ok(self.shootdown.is_over(token.as_u64()))

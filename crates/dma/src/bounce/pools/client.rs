@@ -6,11 +6,11 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use ringfence_iommu::{Address, Prot, Range};
+use ringfence_iommu::{Address, Range};
 use ringfence_sync::{CachePadded, cpu::CpuId};
 
-use super::{BouncePools, Inner, mark::SlotOwner, shelf::Kind, zone::Zone};
-use crate::{Error, bounce::Slot};
+use super::{BouncePools, Inner, mark::SlotOwner, zone::Zone};
+use crate::{Direction, Error, bounce::Slot};
 
 /// A device as a client of the pools.
 pub(crate) struct Client<T: Address> {
@@ -88,23 +88,23 @@ impl<T: Address> Client<T> {
     pub(crate) fn take(
         &self,
         len: u64,
-        prot: Prot,
+        direction: Direction,
         at: &'static Location<'static>,
     ) -> Result<Slot, Error> {
         let inner = &*self.pools.0;
         let size = inner.size_of(len)?;
         let charge = self.account.charge(size)?;
-        let (Some(class), Some(kind)) = (inner.class_of(size), Kind::of(prot)) else {
-            return inner.take_single((size, prot, self.limit), self.held_at(at), charge);
+        let Some(class) = inner.class_of(size) else {
+            return inner.take_single((size, direction, self.limit), self.held_at(at), charge);
         };
         if let Some(home) = self.homes[class].get()
-            && let Some(slot) = home.pop(self.cpu.current(), kind)
+            && let Some(slot) = home.pop(self.cpu.current(), direction)
         {
             charge.keep();
             self.mark(home, slot.range, at);
             return Ok(slot);
         }
-        self.take_slowly(class, (size, kind, prot), at, charge)
+        self.take_slowly(class, (size, direction), at, charge)
     }
 
     /// As [`take`](Self::take), for a slot whose bytes the program will see: zeroes what another
@@ -112,10 +112,10 @@ impl<T: Address> Client<T> {
     pub(crate) fn take_for_cpu(
         &self,
         len: u64,
-        prot: Prot,
+        direction: Direction,
         at: &'static Location<'static>,
     ) -> Result<Slot, Error> {
-        let mut slot = self.take(len, prot, at)?;
+        let mut slot = self.take(len, direction, at)?;
         // This use would not overwrite what a longer one left beyond its end.
         let own = if slot.key == self.account.number { len.min(slot.dirty) } else { 0 };
         slot.zero(own..slot.dirty);
@@ -127,7 +127,7 @@ impl<T: Address> Client<T> {
     fn take_slowly(
         &self,
         class: usize,
-        (size, kind, prot): (u64, Kind, Prot),
+        (size, direction): (u64, Direction),
         at: &'static Location<'static>,
         charge: Charge<'_>,
     ) -> Result<Slot, Error> {
@@ -137,13 +137,13 @@ impl<T: Address> Client<T> {
             // Another thread may have set it first, to the same zone or one that serves as well.
             let _ = self.homes[class].set(Arc::clone(own));
         }
-        match inner.find(&zones, (self.cpu.current(), kind, prot))? {
+        match inner.find(&zones, self.cpu.current(), direction)? {
             Some((zone, slot)) => {
                 charge.keep();
                 self.mark(zone, slot.range, at);
                 Ok(slot)
             }
-            None => inner.take_single((size, prot, self.limit), self.held_at(at), charge),
+            None => inner.take_single((size, direction, self.limit), self.held_at(at), charge),
         }
     }
 

@@ -4,13 +4,12 @@ use core::{ops::Range as Numbers, sync::atomic::Ordering};
 use std::sync::Arc;
 
 use ringfence_iommu::{
-    Address, Error as DomainError, Gather, Map, Pending, Prot, Range, Result as DomainResult,
-    Synced,
+    Address, Error as DomainError, Gather, Map, Pending, Range, Result as DomainResult, Synced,
 };
 
-use super::{Inner, shelf::Kind, zone::Zone};
+use super::{Inner, zone::Zone};
 use crate::{
-    Error,
+    Direction, Error,
     bounce::{Chunk, Slot},
 };
 
@@ -24,12 +23,13 @@ impl<T: Address> Inner<T> {
     pub(super) fn find<'a>(
         &self,
         zones: &'a [Arc<Zone<T>>],
-        (cpu, kind, prot): (usize, Kind, Prot),
+        cpu: usize,
+        kind: Direction,
     ) -> Result<Option<(&'a Zone<T>, Slot)>, Error> {
         if let Some(found) = first_of(zones, |zone| Ok(zone.pop(cpu, kind)))? {
             return Ok(Some(found));
         }
-        let mut grown = first_of(zones, |zone| self.grow(zone, kind, prot));
+        let mut grown = first_of(zones, |zone| self.grow(zone, kind));
         if grown.as_ref().is_ok_and(Option::is_some) || grown.as_ref().is_err_and(|e| !is_full(e)) {
             return grown;
         }
@@ -37,16 +37,16 @@ impl<T: Address> Inner<T> {
         if let Some(found) = first_of(zones, |zone| Ok(zone.steal(|shelf| shelf.pop(kind))))? {
             return Ok(Some(found));
         }
-        if let Some(found) = first_of(zones, |zone| self.remap(zone, kind, prot))? {
+        if let Some(found) = first_of(zones, |zone| self.remap(zone, kind))? {
             return Ok(Some(found));
         }
         let size = zones.first().map_or(0, |zone| zone.slot_bytes());
         if size > 0 && self.reclaim(size) {
-            grown = first_of(zones, |zone| self.grow(zone, kind, prot));
+            grown = first_of(zones, |zone| self.grow(zone, kind));
         }
         // The memory given back may be fragmented.
         if matches!(grown, Err(Error::Bounce(_))) && self.trim() {
-            grown = first_of(zones, |zone| self.grow(zone, kind, prot));
+            grown = first_of(zones, |zone| self.grow(zone, kind));
         }
         grown
     }
@@ -54,7 +54,7 @@ impl<T: Address> Inner<T> {
     /// Gives memory to adjacent slots of `zone`, with one sync. Returns the first of them; the
     /// others become free. `None` if all slots of the zone have memory, or the limit on memory is
     /// reached.
-    fn grow(&self, zone: &Zone<T>, kind: Kind, prot: Prot) -> Result<Option<Slot>, Error> {
+    fn grow(&self, zone: &Zone<T>, kind: Direction) -> Result<Option<Slot>, Error> {
         let size = zone.slot_bytes();
         let granted = self.reserve(size, (TOGETHER / size).max(1));
         if granted == 0 {
@@ -66,7 +66,7 @@ impl<T: Address> Inner<T> {
         };
         let start = numbers.start;
         let mut chunks = Vec::with_capacity(numbers.len());
-        let mapped = self.map_run(zone, &numbers, prot, &mut chunks);
+        let mapped = self.map_run(zone, &numbers, kind, &mut chunks);
         let got = chunks.len();
         self.unreserve(size, granted - got as u64);
         zone.leave(start + got as u32..numbers.end);
@@ -78,7 +78,7 @@ impl<T: Address> Inner<T> {
         let slot = |(number, chunk): (u32, &Chunk<T>)| Slot {
             range: zone.range_of(&(number..number + 1)),
             ptr: chunk.ptr,
-            prot,
+            direction: kind,
             dirty: 0,
             key: 0,
         };
@@ -95,12 +95,12 @@ impl<T: Address> Inner<T> {
         &self,
         zone: &Zone<T>,
         numbers: &Numbers<u32>,
-        prot: Prot,
+        direction: Direction,
         chunks: &mut Vec<Chunk<T>>,
     ) -> Result<(), Error> {
         let start = numbers.start;
         for number in numbers.clone() {
-            match self.map_slot(zone.range_of(&(number..number + 1)), prot) {
+            match self.map_slot(zone.range_of(&(number..number + 1)), direction) {
                 Ok(chunk) => chunks.push(chunk),
                 Err(error) if chunks.is_empty() => return Err(error),
                 // Continue with fewer.
@@ -117,19 +117,19 @@ impl<T: Address> Inner<T> {
         })
     }
 
-    pub(super) fn map_slot(&self, range: Range, prot: Prot) -> Result<Chunk<T>, Error> {
+    pub(super) fn map_slot(&self, range: Range, direction: Direction) -> Result<Chunk<T>, Error> {
         let chunk = self.take_memory(range.extent() + 1)?;
-        self.map_chunk(range, &chunk, prot).map(|()| chunk).map_err(|error| {
+        self.map_chunk(range, &chunk, direction).map(|()| chunk).map_err(|error| {
             self.give_back_memory(chunk);
             error.into()
         })
     }
 
     /// Maps memory of the pools.
-    fn map_chunk(&self, range: Range, chunk: &Chunk<T>, prot: Prot) -> DomainResult<()> {
+    fn map_chunk(&self, range: Range, chunk: &Chunk<T>, direction: Direction) -> DomainResult<()> {
         // SAFETY: the pools own the memory, and give it back or reuse it only after they have
         // unmapped it successfully (`unmap_now`, `release`).
-        self.domain.map(unsafe { Map::of(range, chunk.target, prot) })
+        self.domain.map(unsafe { Map::of(range, chunk.target, direction.prot()) })
     }
 
     /// Unmaps strictly.
@@ -140,7 +140,7 @@ impl<T: Address> Inner<T> {
     }
 
     /// Remaps a free slot that has other permissions.
-    fn remap(&self, zone: &Zone<T>, kind: Kind, prot: Prot) -> Result<Option<Slot>, Error> {
+    fn remap(&self, zone: &Zone<T>, kind: Direction) -> Result<Option<Slot>, Error> {
         let Some(mut slot) = zone.steal(|shelf| shelf.pop_other(kind)) else { return Ok(None) };
         let number = zone.number(slot.range.first());
         let quarantined = |error: DomainError| {
@@ -152,9 +152,9 @@ impl<T: Address> Inner<T> {
         }
         // Its contents were for a device with other permissions.
         slot.zero(0..slot.dirty);
-        (slot.dirty, slot.prot) = (0, prot);
+        (slot.dirty, slot.direction) = (0, kind);
         let Some(chunk) = zone.chunk(number) else { return Ok(None) };
-        let mapped = self.map_chunk(slot.range, &chunk, prot);
+        let mapped = self.map_chunk(slot.range, &chunk, kind);
         if let Err(error) = mapped.and_then(|()| self.domain.iotlb_sync_map(slot.range)) {
             // Unmapping an unmapped range is not an error.
             if self.unmap_now(slot.range).is_err() {

@@ -5,11 +5,7 @@
 //! were needed. The timer runs for as long as slots come and go, and once more: then it has given
 //! back all it can, and sleeps until a slot is taken again.
 
-use std::{
-    io,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{sync::atomic::Ordering, time::Duration};
 
 use ringfence_iommu::Address;
 
@@ -38,19 +34,6 @@ impl<T: Address> BouncePools<T> {
 }
 
 impl<T: Address> Inner<T> {
-    /// Starts the thread that calls `expire` when it is due.
-    pub(super) fn start_timer(self: &Arc<Self>) -> io::Result<()> {
-        // A weak reference: the thread ends with the pools.
-        let weak = Arc::downgrade(self);
-        self.timer.start(Arc::clone(&self.clock), move |_| match weak.upgrade() {
-            Some(inner) => {
-                inner.expire();
-                true
-            }
-            None => false,
-        })
-    }
-
     /// To be called after a slot came off a shelf, or went onto one: makes sure that the timer
     /// runs.
     ///
@@ -77,7 +60,7 @@ impl<T: Address> Inner<T> {
         self.limits.idle_ms.max(1).saturating_mul(1_000_000)
     }
 
-    fn expire(&self) {
+    pub(super) fn expire(&self) {
         // One at a time: of two, one would find untouched what the other has just visited, and stop
         // the timer.
         let _one = self.expiring.lock();

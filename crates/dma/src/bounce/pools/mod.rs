@@ -35,7 +35,7 @@ pub(crate) use self::client::Client;
 pub use self::limits::{BounceLimits, BounceStats, ClassStats, Holder};
 use self::{single::Singles, zone::Zone};
 use super::{BounceMemory, Chunk};
-use crate::{Environment, Error, SetupError, TimerKind, error::errno, flush::Timer};
+use crate::{Environment, Error, SetupError, TimerKind, flush::Timer};
 
 /// Bytes of the smallest slot, if the granule is not larger.
 const SMALLEST: u64 = 4096;
@@ -186,7 +186,7 @@ impl<T: Address> BouncePools<T> {
             tick: AtomicU32::new(0),
         });
         if timer == TimerKind::Thread {
-            inner.start_timer().map_err(|error| SetupError::Thread(errno(&error)))?;
+            inner.timer.start(&inner.clock, &inner, |inner, _| inner.expire())?;
         }
         Ok(BouncePools(inner))
     }

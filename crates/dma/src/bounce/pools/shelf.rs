@@ -1,25 +1,9 @@
-//! Free slots, by the permissions of the device.
+//! Free slots, by the direction for which they are mapped.
 
-use ringfence_iommu::Prot;
+use crate::{Direction, bounce::Slot};
 
-use crate::bounce::Slot;
-
-/// How many kinds of slots there can be: one for each set of known permission bits.
-const KINDS: usize = Prot::all().bits() as usize + 1;
-
-/// Slots with the same permissions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Kind(usize);
-
-impl Kind {
-    /// The kind of slots that allow `prot`: the number is all its bits. `None` if there are unknown
-    /// bits.
-    #[inline]
-    pub(super) fn of(prot: Prot) -> Option<Kind> {
-        let bits = prot.bits() as usize;
-        (bits < KINDS).then_some(Kind(bits))
-    }
-}
+/// How many kinds of slots there are: one for each direction.
+const KINDS: usize = Direction::Bidirectional as usize + 1;
 
 /// Free slots of one kind: the slot given back last is taken first, as its bytes are still cached.
 #[derive(Default)]
@@ -46,36 +30,33 @@ impl Shelf {
     }
 
     #[inline]
-    pub(super) fn pop(&mut self, kind: Kind) -> Option<Slot> {
+    pub(super) fn pop(&mut self, kind: Direction) -> Option<Slot> {
         self.touched = true;
-        let stack = &mut self.kinds[kind.0];
+        let stack = &mut self.kinds[kind as usize];
         let slot = stack.slots.pop()?;
         stack.low = stack.low.min(stack.slots.len());
         self.len -= 1;
         Some(slot)
     }
 
-    /// # Panics
-    /// If there is no kind for the slot's permissions: such a slot is made for one use, and never
-    /// kept.
     #[inline]
     pub(super) fn push(&mut self, slot: Slot) {
         self.touched = true;
         self.len += 1;
-        self.kinds[slot.prot.bits() as usize].slots.push(slot);
+        self.kinds[slot.direction as usize].slots.push(slot);
     }
 
     /// Reserves room for `more` slots of a kind, so that pushing them allocates nothing.
-    pub(super) fn reserve(&mut self, kind: Kind, more: usize) {
-        self.kinds[kind.0].slots.reserve(more);
+    pub(super) fn reserve(&mut self, kind: Direction, more: usize) {
+        self.kinds[kind as usize].slots.reserve(more);
     }
 
     /// Moves up to `most` slots of `kind` from `from`, the ones used last on top.
-    pub(super) fn refill(&mut self, from: &mut Shelf, kind: Kind, most: usize) {
-        let source = &mut from.kinds[kind.0];
+    pub(super) fn refill(&mut self, from: &mut Shelf, kind: Direction, most: usize) {
+        let source = &mut from.kinds[kind as usize];
         let count = most.min(source.slots.len());
         let rest = source.slots.len() - count;
-        self.kinds[kind.0].slots.extend(source.slots.drain(rest..));
+        self.kinds[kind as usize].slots.extend(source.slots.drain(rest..));
         source.low = source.low.min(rest);
         from.len -= count;
         self.len += count;
@@ -95,9 +76,9 @@ impl Shelf {
     }
 
     /// The least recently used slot of another kind, of the kind with the most slots.
-    pub(super) fn pop_other(&mut self, than: Kind) -> Option<Slot> {
+    pub(super) fn pop_other(&mut self, than: Direction) -> Option<Slot> {
         let other = (0..KINDS)
-            .filter(|&kind| kind != than.0 && !self.kinds[kind].slots.is_empty())
+            .filter(|&kind| kind != than as usize && !self.kinds[kind].slots.is_empty())
             .max_by_key(|&kind| self.kinds[kind].slots.len())?;
         let slot = self.kinds[other].cut(1).next()?;
         self.len -= 1;
@@ -145,9 +126,9 @@ mod tests {
 
     use super::*;
 
-    fn slot(number: u64, prot: Prot) -> Slot {
+    fn slot(number: u64, direction: Direction) -> Slot {
         let range = Range::from_len(Iova(number << 12), 4096).unwrap();
-        Slot { range, ptr: NonNull::dangling(), prot, dirty: 0, key: 0 }
+        Slot { range, ptr: NonNull::dangling(), direction, dirty: 0, key: 0 }
     }
 
     fn numbers(slots: &[Slot]) -> Vec<u64> {
@@ -155,25 +136,9 @@ mod tests {
     }
 
     #[test]
-    fn every_set_of_permissions_is_a_kind_of_its_own() {
-        let mut shelf = Shelf::default();
-        for bits in 0..KINDS as u32 {
-            shelf.push(slot(bits.into(), Prot::from_bits(bits).unwrap()));
-        }
-        for bits in (0..KINDS as u32).rev() {
-            let prot = Prot::from_bits(bits).unwrap();
-            let kind = Kind::of(prot).unwrap();
-            assert_eq!(shelf.pop(kind).unwrap().prot, prot);
-            assert!(shelf.pop(kind).is_none());
-        }
-        assert_eq!(Kind::of(Prot::from_bits_retain(KINDS as u32)), None);
-        assert_eq!(shelf.len(), 0);
-    }
-
-    #[test]
     fn idle_is_what_was_never_taken_in_an_interval() {
-        let (mut shelf, kind) = (Shelf::default(), Kind::of(Prot::RW).unwrap());
-        (0..10).for_each(|number| shelf.push(slot(number, Prot::RW)));
+        let (mut shelf, kind) = (Shelf::default(), Direction::Bidirectional);
+        (0..10).for_each(|number| shelf.push(slot(number, kind)));
         assert_eq!(shelf.idle(), 0, "they came in this interval");
         assert!(shelf.begin_interval());
         assert_eq!(shelf.idle(), 10);
@@ -192,9 +157,9 @@ mod tests {
     #[test]
     fn slots_go_from_shelf_to_shelf_and_none_is_lost() {
         let (mut cache, mut depot) = (Shelf::default(), Shelf::default());
-        let (read, write) = (Kind::of(Prot::READ).unwrap(), Kind::of(Prot::WRITE).unwrap());
-        (0..5).for_each(|number| cache.push(slot(number, Prot::READ)));
-        (5..7).for_each(|number| cache.push(slot(number, Prot::WRITE)));
+        let (read, write) = (Direction::ToDevice, Direction::FromDevice);
+        (0..5).for_each(|number| cache.push(slot(number, read)));
+        (5..7).for_each(|number| cache.push(slot(number, write)));
         cache.spill(&mut depot);
         assert_eq!((cache.len(), depot.len()), (4, 3));
         assert_eq!(numbers(&[cache.pop(read).unwrap()]), [4], "the warmest stayed");

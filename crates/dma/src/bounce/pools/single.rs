@@ -3,12 +3,12 @@
 use std::{collections::BTreeMap, sync::atomic::Ordering};
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Address, Iova, Prot, Range};
+use ringfence_iommu::{Address, Iova, Range};
 use ringfence_iova::Request;
 
 use super::{Inner, client::Charge, mark::SlotOwner};
 use crate::{
-    Error,
+    Direction, Error,
     bounce::{Chunk, Slot},
 };
 
@@ -44,7 +44,7 @@ impl<T: Address> Inner<T> {
     /// Maps a slot of `size` bytes, in whole granules, at or below `limit`.
     pub(super) fn take_single(
         &self,
-        (size, prot, limit): (u64, Prot, u64),
+        (size, direction, limit): (u64, Direction, u64),
         held: SlotOwner,
         charge: Charge<'_>,
     ) -> Result<Slot, Error> {
@@ -59,9 +59,9 @@ impl<T: Address> Inner<T> {
             error
         };
         let range = Range::from_len(Iova(first), size).ok_or(Error::TooLong)?;
-        let mapped = match self.map_slot(range, prot) {
+        let mapped = match self.map_slot(range, direction) {
             // Kept slots may hold the memory that is missing.
-            Err(Error::Bounce(_)) if self.trim() => self.map_slot(range, prot),
+            Err(Error::Bounce(_)) if self.trim() => self.map_slot(range, direction),
             mapped => mapped,
         };
         let chunk = mapped.map_err(free)?;
@@ -77,7 +77,7 @@ impl<T: Address> Inner<T> {
         charge.keep();
         self.usage.single_use.fetch_add(1, Ordering::Relaxed);
         self.singles.0.lock().insert(first, Single { range, chunk, held });
-        Ok(Slot { range, ptr: chunk.ptr, prot, dirty: 0, key: 0 })
+        Ok(Slot { range, ptr: chunk.ptr, direction, dirty: 0, key: 0 })
     }
 
     /// Unmaps the slot strictly; returns whether the device can no longer reach it. If not, neither

@@ -19,7 +19,10 @@ use ringfence_sync::{
 };
 
 use super::*;
-use crate::bounce::{HostMemory, Slot};
+use crate::{
+    Direction,
+    bounce::{HostMemory, Slot},
+};
 
 const LAST: u64 = (1 << 40) - 1;
 
@@ -87,8 +90,8 @@ fn held_by(client: &Client<HostAddr>) -> u64 {
     client.account.held.load(Ordering::Relaxed)
 }
 
-fn take(client: &Client<HostAddr>, len: u64, prot: Prot) -> Result<Slot, Error> {
-    client.take(len, prot, Location::caller())
+fn take(client: &Client<HostAddr>, len: u64, direction: Direction) -> Result<Slot, Error> {
+    client.take(len, direction, Location::caller())
 }
 
 fn size(slot: &Slot) -> u64 {
@@ -102,7 +105,7 @@ fn a_slot_is_found_by_its_address_and_lies_as_its_size_says() {
     let rig = Rig::new(BounceLimits::default());
     let client = rig.client(u64::MAX, 1 << 30);
     for (len, expected) in [(1, 4096), (4096, 4096), (4097, 8192), (100_000, 128 << 10)] {
-        let slot = take(&client, len, Prot::READ).unwrap();
+        let slot = take(&client, len, Direction::ToDevice).unwrap();
         assert_eq!(size(&slot), expected);
         assert!(slot.range.first().0.is_multiple_of(expected), "naturally aligned");
         for iova in [slot.range.first(), slot.range.last()] {
@@ -126,18 +129,17 @@ fn a_slot_is_found_by_its_address_and_lies_as_its_size_says() {
 fn what_fits_no_class_or_no_memory_is_mapped_for_one_use() {
     let rig = Rig::new(SMALL);
     let client = rig.client(u64::MAX, 1 << 30);
-    let odd = take(&client, (64 << 10) + 1, Prot::RW).unwrap();
+    let odd = take(&client, (64 << 10) + 1, Direction::Bidirectional).unwrap();
     assert_eq!(size(&odd), 68 << 10, "whole granules, no class");
-    let unknown = take(&client, 4096, Prot::READ | Prot::from_bits_retain(64));
-    assert!(is_single(&rig, unknown.as_ref().unwrap().range.first()));
-    let pooled: Vec<Slot> = (0..4).map(|_| take(&client, 65536, Prot::RW).unwrap()).collect();
-    let beyond = take(&client, 65536, Prot::RW).unwrap();
+    let pooled: Vec<Slot> =
+        (0..4).map(|_| take(&client, 65536, Direction::Bidirectional).unwrap()).collect();
+    let beyond = take(&client, 65536, Direction::Bidirectional).unwrap();
     assert!(is_single(&rig, beyond.range.last()));
     let stats = rig.pools().stats();
-    assert_eq!((stats.single_use, stats.grown, stats.slots, stats.kept_bytes), (3, 4, 7, 0));
-    assert_eq!(stats.slot_bytes, (68 << 10) + 4096 + 5 * 65536);
+    assert_eq!((stats.single_use, stats.grown, stats.slots, stats.kept_bytes), (2, 4, 6, 0));
+    assert_eq!(stats.slot_bytes, (68 << 10) + 5 * 65536);
     assert_eq!(stats.peak_bytes, stats.slot_bytes);
-    for slot in [odd, beyond, unknown.unwrap()] {
+    for slot in [odd, beyond] {
         let first = slot.range.first();
         client.give_back(slot);
         assert!(rig.domain.mapping(first).is_none(), "unmapped when it was given back");
@@ -151,10 +153,11 @@ fn what_fits_no_class_or_no_memory_is_mapped_for_one_use() {
 
 #[test]
 fn slots_are_kept_by_all_they_allow_and_mapped_anew_only_if_there_is_no_room() {
-    let rig = Rig::new(BounceLimits { largest: 65536, max_bytes: 3 * 65536, idle_ms: 10 });
+    let rig = Rig::new(BounceLimits { largest: 65536, max_bytes: 2 * 65536, idle_ms: 10 });
     let client = rig.client(u64::MAX, 1 << 30);
-    let prots = [Prot::READ, Prot::WRITE, Prot::WRITE | Prot::MMIO];
-    let slots: Vec<Slot> = prots.map(|prot| take(&client, 65536, prot).unwrap()).into();
+    let directions = [Direction::ToDevice, Direction::FromDevice];
+    let slots: Vec<Slot> =
+        directions.map(|direction| take(&client, 65536, direction).unwrap()).into();
     let places: Vec<Range> = slots.iter().map(|slot| slot.range).collect();
     for mut slot in slots {
         slot.zero(0..0);
@@ -163,23 +166,23 @@ fn slots_are_kept_by_all_they_allow_and_mapped_anew_only_if_there_is_no_room() {
         unsafe { slot.ptr.as_ptr().write_bytes(0xff, 65536) };
         client.give_back(slot);
     }
-    for (prot, place) in prots.into_iter().zip(&places) {
-        let slot = take(&client, 65536, prot).unwrap();
-        assert_eq!((slot.range, slot.prot, slot.dirty), (*place, prot, 65536));
+    for (direction, place) in directions.into_iter().zip(&places) {
+        let slot = take(&client, 65536, direction).unwrap();
+        assert_eq!((slot.range, slot.direction, slot.dirty), (*place, direction, 65536));
         client.give_back(slot);
     }
     assert_eq!(rig.pools().stats().remapped, 0);
-    let slot = take(&client, 65536, Prot::RW).unwrap();
+    let slot = take(&client, 65536, Direction::Bidirectional).unwrap();
     assert_eq!(rig.domain.mapping(slot.range.first()).unwrap().prot, Prot::RW);
     assert_eq!(bytes(&slot), vec![0; 65536], "nothing is left of what it held");
     let stats = rig.pools().stats();
-    assert_eq!((slot.dirty, stats.remapped, stats.grown, stats.single_use), (0, 1, 3, 0));
+    assert_eq!((slot.dirty, stats.remapped, stats.grown, stats.single_use), (0, 1, 2, 0));
     client.give_back(slot);
     // No memory is left for another class either: it gets that of idle slots.
-    let small = take(&client, 4096, Prot::READ).unwrap();
+    let small = take(&client, 4096, Direction::ToDevice).unwrap();
     let stats = rig.pools().stats();
     assert_eq!((stats.single_use, stats.slots, stats.given_back), (0, 1, 1));
-    assert!(stats.slot_bytes + stats.kept_bytes <= 3 * 65536);
+    assert!(stats.slot_bytes + stats.kept_bytes <= 2 * 65536);
     client.give_back(small);
     drop(client);
     rig.end();
@@ -194,16 +197,17 @@ fn bytes(slot: &Slot) -> Vec<u8> {
 fn the_program_sees_what_its_own_device_left_and_zeros_of_others() {
     let rig = Rig::new(SMALL);
     let (one, other) = (rig.client(u64::MAX, 1 << 20), rig.client(u64::MAX, 1 << 20));
-    let mut slot = take(&one, 4096, Prot::RW).unwrap();
+    let mut slot = take(&one, 4096, Direction::Bidirectional).unwrap();
     // SAFETY: the slot is ours, and that long.
     unsafe { slot.ptr.as_ptr().write_bytes(7, 100) };
     slot.dirty = 100;
     one.give_back(slot);
-    let again = one.take_for_cpu(4096, Prot::RW, Location::caller()).unwrap();
+    let again = one.take_for_cpu(4096, Direction::Bidirectional, Location::caller()).unwrap();
     assert_eq!((again.dirty, bytes(&again)[99]), (100, 7));
     let place = again.range;
     one.give_back(again);
-    let other_slot = other.take_for_cpu(4096, Prot::RW, Location::caller()).unwrap();
+    let other_slot =
+        other.take_for_cpu(4096, Direction::Bidirectional, Location::caller()).unwrap();
     assert_eq!(other_slot.range, place);
     assert_eq!((other_slot.dirty, bytes(&other_slot)), (0, vec![0; 4096]));
     other.give_back(other_slot);
@@ -217,7 +221,8 @@ fn what_was_needed_is_kept_for_an_interval_and_a_quarter_of_what_is_for_good() {
     let client = rig.client(u64::MAX, 1 << 30);
     let pools = rig.pools();
     assert_eq!(pools.due_at_ns(), None, "nothing to look after");
-    let mut held: Vec<Slot> = (0..200).map(|_| take(&client, 8192, Prot::READ).unwrap()).collect();
+    let mut held: Vec<Slot> =
+        (0..200).map(|_| take(&client, 8192, Direction::ToDevice).unwrap()).collect();
     assert!(pools.due_at_ns().is_some());
     held.drain(40..).for_each(|slot| client.give_back(slot));
     let interval = || {
@@ -229,7 +234,8 @@ fn what_was_needed_is_kept_for_an_interval_and_a_quarter_of_what_is_for_good() {
     // The 200 were needed in the interval that ends.
     assert!(interval() >= 160);
     // The next two needed 40 and 60 at a time: that many stay, and a quarter more.
-    let more: Vec<Slot> = (0..60).map(|_| take(&client, 8192, Prot::READ).unwrap()).collect();
+    let more: Vec<Slot> =
+        (0..60).map(|_| take(&client, 8192, Direction::ToDevice).unwrap()).collect();
     more.into_iter().for_each(|slot| client.give_back(slot));
     let kept = interval();
     assert!((60..=60 + 64 + 25).contains(&kept), "{kept}");
@@ -263,7 +269,7 @@ fn the_thread_gives_back_what_is_idle_and_ends_with_the_pools() {
     let pools = pools.unwrap();
     let cpu: Arc<dyn CpuId> = Arc::new(OsCpu::new());
     let client = Client::new(pools.clone(), (u64::MAX, 1 << 20), cpu);
-    client.give_back(take(&client, 1, Prot::READ).unwrap());
+    client.give_back(take(&client, 1, Direction::ToDevice).unwrap());
     while pools.stats().kept_bytes > 0 {
         thread::yield_now();
     }
@@ -279,10 +285,11 @@ fn the_thread_gives_back_what_is_idle_and_ends_with_the_pools() {
 fn the_leak_detector_names_places() {
     let rig = Rig::new(SMALL);
     let (one, other) = (rig.client(u64::MAX, 1 << 20), rig.client(u64::MAX, 1 << 21));
-    let many: Vec<Slot> = (0..5).map(|_| take(&one, 4096, Prot::READ).unwrap()).collect();
+    let many: Vec<Slot> = (0..5).map(|_| take(&one, 4096, Direction::ToDevice).unwrap()).collect();
     rig.clock.advance(60_000_000_000);
     rig.pools().expire();
-    let (large, line) = (other.take(1 << 20, Prot::READ, Location::caller()).unwrap(), line!());
+    let (large, line) =
+        (other.take(1 << 20, Direction::ToDevice, Location::caller()).unwrap(), line!());
     let holders = rig.pools().holders();
     assert_eq!(holders.len(), 2);
     assert_eq!((holders[0].slots, holders[0].bytes), (1, 1 << 20), "the largest first");
@@ -303,15 +310,17 @@ fn a_device_gets_no_slot_beyond_its_limit() {
     const NARROW: u64 = (1 << 30) - 1;
     let rig = Rig::new(BounceLimits { max_bytes: 8 << 20, ..SMALL });
     let (wide, narrow) = (rig.client(LAST, 1 << 30), rig.client(NARROW, 1 << 30));
-    let high = take(&wide, 4096, Prot::READ).unwrap();
+    let high = take(&wide, 4096, Direction::ToDevice).unwrap();
     assert!(high.range.first().0 > NARROW, "this allocator begins at the top");
-    let low = take(&narrow, 4096, Prot::READ).unwrap();
+    let low = take(&narrow, 4096, Direction::ToDevice).unwrap();
     assert!(low.range.last().0 <= NARROW);
     wide.give_back(high);
     narrow.give_back(low);
     for _ in 0..100 {
-        let (high, low) =
-            (take(&wide, 4096, Prot::READ).unwrap(), take(&narrow, 4096, Prot::READ).unwrap());
+        let (high, low) = (
+            take(&wide, 4096, Direction::ToDevice).unwrap(),
+            take(&narrow, 4096, Direction::ToDevice).unwrap(),
+        );
         assert!(high.range.first().0 > NARROW && low.range.last().0 <= NARROW);
         narrow.give_back(low);
         wide.give_back(high);
@@ -323,7 +332,7 @@ fn a_device_gets_no_slot_beyond_its_limit() {
             scope.spawn(move || {
                 for round in 0..300u64 {
                     let held: Vec<Slot> = (0..1 + round % 40)
-                        .map(|n| take(client, 4096 << (n % 5), Prot::WRITE).unwrap())
+                        .map(|n| take(client, 4096 << (n % 5), Direction::FromDevice).unwrap())
                         .collect();
                     assert!(held.iter().all(|slot| slot.range.last().0 <= limit));
                     held.into_iter().for_each(|slot| client.give_back(slot));
@@ -341,13 +350,13 @@ fn a_narrow_device_that_finds_no_addresses_for_a_zone_maps_for_one_use() {
     let rig = Rig::new(SMALL);
     // A 64th of these addresses is less than a slot.
     let narrow = rig.client(0x1_ffff, 1 << 20);
-    let slot = take(&narrow, 4096, Prot::READ).unwrap();
+    let slot = take(&narrow, 4096, Direction::ToDevice).unwrap();
     assert!(slot.range.last().0 <= 0x1_ffff);
     assert!(is_single(&rig, slot.range.first()));
     narrow.give_back(slot);
     // A quarter of the slots of a zone, as there are addresses for no more.
     let halved = rig.client((1 << 22) - 1, 1 << 20);
-    let slot = take(&halved, 4096, Prot::READ).unwrap();
+    let slot = take(&halved, 4096, Direction::ToDevice).unwrap();
     assert_eq!(rig.pools().classes()[0].room, 16);
     halved.give_back(slot);
     drop((narrow, halved));
@@ -358,14 +367,14 @@ fn a_narrow_device_that_finds_no_addresses_for_a_zone_maps_for_one_use() {
 fn a_quota_is_exact_under_concurrent_requests() {
     let rig = Rig::new(BounceLimits { max_bytes: 1 << 20, ..SMALL });
     let (quota, client) = (40 << 10, rig.client(u64::MAX, 40 << 10));
-    let error = take(&client, 64 << 10, Prot::READ).unwrap_err();
+    let error = take(&client, 64 << 10, Direction::ToDevice).unwrap_err();
     assert_eq!(error, Error::BounceQuota { size: 64 << 10, held: 0, quota });
     for _ in 0..200 {
         let taken = StdMutex::new(Vec::new());
         thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    while let Ok(slot) = take(&client, 4096, Prot::READ) {
+                    while let Ok(slot) = take(&client, 4096, Direction::ToDevice) {
                         taken.lock().unwrap().push(slot);
                     }
                 });
@@ -377,8 +386,8 @@ fn a_quota_is_exact_under_concurrent_requests() {
     }
     // The quota also holds beyond the classes, and beyond the memory of the pools.
     let large = rig.client(u64::MAX, 3 << 20);
-    let one = take(&large, 2 << 20, Prot::READ).unwrap();
-    assert!(matches!(take(&large, 2 << 20, Prot::READ), Err(Error::BounceQuota { .. })));
+    let one = take(&large, 2 << 20, Direction::ToDevice).unwrap();
+    assert!(matches!(take(&large, 2 << 20, Direction::ToDevice), Err(Error::BounceQuota { .. })));
     large.give_back(one);
     drop((client, large));
     rig.end();
@@ -400,11 +409,13 @@ fn threads_that_hammer_the_pools_lose_no_slot_and_share_none() {
                     random =
                         random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                     let (dice, len) = (random >> 60, 1 + (random >> 20) % (40 << 10));
-                    let prot = [Prot::READ, Prot::WRITE, Prot::RW][(random >> 50) as usize % 3];
+                    let direction =
+                        [Direction::ToDevice, Direction::FromDevice, Direction::Bidirectional]
+                            [(random >> 50) as usize % 3];
                     if dice < 8 && held.len() < 24 {
-                        match take(client, len, prot) {
+                        match take(client, len, direction) {
                             Ok(slot) => {
-                                assert!(slot.prot == prot && size(&slot) >= len);
+                                assert!(slot.direction == direction && size(&slot) >= len);
                                 let place = slot.range.first();
                                 assert!(owners.lock().unwrap().insert(place, seed).is_none());
                                 held.push(slot);

@@ -7,12 +7,11 @@ use parking_lot::Mutex;
 use ringfence_iommu::{Iova, Range};
 use ringfence_sync::{CachePadded, lock::SpinLock};
 
-use super::{
-    ClassStats,
-    mark::Marks,
-    shelf::{Kind, Shelf},
+use super::{ClassStats, mark::Marks, shelf::Shelf};
+use crate::{
+    Direction,
+    bounce::{Chunk, Slot},
 };
-use crate::bounce::{Chunk, Slot};
 
 /// The most bytes, and the most slots, that a CPU's cache of a zone holds.
 const CACHE_BYTES: u64 = 256 << 10;
@@ -100,7 +99,7 @@ impl<T: Copy> Zone<T> {
 
     /// A free slot: from the CPU's cache, or from the depot.
     #[inline]
-    pub(super) fn pop(&self, cpu: usize, kind: Kind) -> Option<Slot> {
+    pub(super) fn pop(&self, cpu: usize, kind: Direction) -> Option<Slot> {
         // The lock is held by a running thread, or by one preempted on this CPU: do not wait for
         // it.
         let cache = (self.depth > 0).then(|| self.caches[cpu & (self.caches.len() - 1)].try_lock());
@@ -112,7 +111,7 @@ impl<T: Copy> Zone<T> {
     }
 
     #[cold]
-    fn refill(&self, cache: &mut Shelf, kind: Kind) -> Option<Slot> {
+    fn refill(&self, cache: &mut Shelf, kind: Direction) -> Option<Slot> {
         let most = self.depth.div_ceil(2).min(self.depth - cache.len().min(self.depth));
         let mut depot = self.depot.lock();
         let slot = depot.shelf.pop(kind)?;
@@ -198,7 +197,13 @@ impl<T: Copy> Zone<T> {
     }
 
     /// Adds memory to the slots from `first` on; those in `free` are free.
-    pub(super) fn add(&self, first: u32, chunks: &[Chunk<T>], kind: Kind, mut free: Vec<Slot>) {
+    pub(super) fn add(
+        &self,
+        first: u32,
+        chunks: &[Chunk<T>],
+        kind: Direction,
+        mut free: Vec<Slot>,
+    ) {
         let depot = &mut *self.depot.lock();
         depot.live += chunks.len();
         for (entry, chunk) in depot.chunks[first as usize..].iter_mut().zip(chunks) {

@@ -1,9 +1,7 @@
 //! A device's cache.
 
 use ringfence_iommu::{
-    Address, Iova, Prot, Range, SoftDomain,
-    shootdown::{Invalidation, Reader},
-    table::Translation,
+    Address, Iova, Prot, Range, SoftDomain, shootdown::Reader, table::Translation,
 };
 
 /// A device that translates through a [`SoftDomain`] and caches everything it finds until it is
@@ -46,9 +44,6 @@ impl Cache {
     /// A quiet point: drops what was invalidated.
     pub fn quiet(&mut self) {
         let found = &mut self.found;
-        self.reader.poll(|gone| match gone {
-            Invalidation::All => found.clear(),
-            Invalidation::Range(range) => found.retain(|(held, _)| !range.overlaps(*held)),
-        });
+        self.reader.poll(|gone| found.retain(|(held, _)| !gone.overlaps(*held)));
     }
 }

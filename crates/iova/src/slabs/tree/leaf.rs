@@ -2,7 +2,7 @@
 
 use core::ops::ControlFlow;
 
-use super::{FAN, LEAF_BITS, Natural, Sum, WORD_BITS};
+use super::{FAN, Natural, Sum, WORD_BITS, runs, sum};
 
 /// 16 words; a set bit is a free granule.
 #[derive(Clone)]
@@ -28,24 +28,13 @@ impl Leaf {
             self.words[index] = word;
             (self.fits[index], self.prefixes[index]) = (word_fit(word), word_prefix(word));
         }
-        let (mut fit, mut run) = (0, 0u64);
-        for index in (0..FAN).rev() {
-            fit = fit.max(self.fits[index].into());
-            if self.prefixes[index] == 64 {
-                run += 64;
-                let aligned =
-                    if index == 0 { 1 << LEAF_BITS } else { 64 << index.trailing_zeros() };
-                fit = fit.max(run.min(aligned));
-            } else {
-                run = self.prefixes[index].into();
-            }
-        }
-        Sum { fit, prefix: run }
+        sum(&self.fits, &self.prefixes, WORD_BITS)
     }
 
     pub(super) fn highest(&self, wanted: &Natural, limit: u64) -> Option<u64> {
         if wanted.order > WORD_BITS {
-            return self.runs(wanted).find(|place| place + (wanted.count - 1) <= limit);
+            return runs(&self.prefixes, WORD_BITS, wanted)
+                .find(|place| place + (wanted.count - 1) <= limit);
         }
         let top = (limit >> WORD_BITS) as usize;
         (0..=top.min(FAN - 1)).rev().find_map(|index| {
@@ -65,24 +54,11 @@ impl Leaf {
 
     pub(super) fn lowest(&self, wanted: &Natural) -> Option<u64> {
         if wanted.order > WORD_BITS {
-            return self.runs(wanted).last();
+            return runs(&self.prefixes, WORD_BITS, wanted).last();
         }
         let index = self.fits.iter().position(|fit| u64::from(*fit) >= wanted.count)?;
         let place = places(self.words[index], wanted).trailing_zeros();
         Some(((index as u64) << WORD_BITS) + u64::from(place))
-    }
-
-    /// The places for a request larger than a word, from the highest on.
-    fn runs<'a>(&'a self, wanted: &'a Natural) -> impl Iterator<Item = u64> + 'a {
-        let step = 1usize.checked_shl(wanted.order - WORD_BITS).unwrap_or(usize::MAX);
-        let mut run = 0u64;
-        (0..FAN).rev().filter_map(move |index| {
-            run = match self.prefixes[index] {
-                64 => run + 64,
-                prefix => prefix.into(),
-            };
-            (index % step == 0 && run >= wanted.count).then_some((index as u64) << WORD_BITS)
-        })
     }
 
     pub(super) fn visit<B>(
