@@ -18,8 +18,8 @@ use libfuzzer_sys::fuzz_target;
 use ringfence_mem::{Access, GuestRam, Memory};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::{
-    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, Offer, ProtocolFeatures,
-    RingAddresses, RingSetup, Server,
+    BackendChannel, F_ACCESS_PLATFORM, Frontend, Handler, HandlerError, Iotlb, Offer,
+    ProtocolFeatures, RingAddresses, RingSetup, Server,
 };
 
 /// A device that sends misses when its ring starts.
