@@ -1,6 +1,6 @@
 //! Open misses: translations that were requested and have not arrived yet.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, num::NonZero, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
@@ -164,6 +164,17 @@ struct Waiting {
     last: Iova,
 }
 
+/// What was refused last of a page. (The rest may be mapped: a front end's pages can be smaller than
+/// ours.)
+#[derive(Clone, Copy)]
+struct Refused {
+    /// The number of the miss.
+    number: NonZero<u64>,
+    /// Offsets in the page.
+    first: u16,
+    last: u16,
+}
+
 struct Pending {
     /// The address that was sent last.
     iova: Iova,
@@ -175,9 +186,7 @@ struct Pending {
     waiters: Few<Waiting>,
     /// The number of the miss when it was first sent.
     number: u64,
-    /// The number of the miss that was refused last, and what of the page was. (The rest may be mapped: a
-    /// front end's pages can be smaller than ours.)
-    refused: Option<(u64, Range)>,
+    refused: Option<Refused>,
 }
 
 impl Pending {
@@ -357,10 +366,10 @@ impl Misses {
         let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
         let Some(pending) = list.pending.get(&key) else { return false };
-        let Some((number, range)) = pending.refused else { return false };
-        range.contains(iova)
+        let Some(Refused { number, first, last }) = pending.refused else { return false };
+        (first..=last).contains(&offset(iova))
             && match (since, pending.state) {
-                (Some(since), _) => since < number,
+                (Some(since), _) => since < number.get(),
                 (None, State::Refused { until_ns }) => now_ns() < until_ns && pending.waits(waiter),
                 (None, _) => false,
             }
@@ -492,7 +501,11 @@ impl Misses {
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             self.refusing.store(true, Ordering::Relaxed);
             pending.state = State::Refused { until_ns };
-            pending.refused = Some((number.unwrap_or(pending.number), range));
+            let number = number.unwrap_or(pending.number);
+            let first = range.first().max(Iova(pending.iova.0 & !(PAGE - 1)));
+            let last = range.last().min(Iova(pending.iova.0 | (PAGE - 1)));
+            let (first, last) = (offset(first), offset(last));
+            pending.refused = NonZero::new(number).map(|number| Refused { number, first, last });
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             false
         });
@@ -538,6 +551,11 @@ impl Misses {
         drop(list);
         woken.wake();
     }
+}
+
+/// Where in its page `iova` lies.
+fn offset(iova: Iova) -> u16 {
+    (iova.0 & (PAGE - 1)) as u16
 }
 
 pub(crate) fn point(iova: Iova) -> Range {
