@@ -36,11 +36,12 @@ struct Leaf {
     number: u64,
 }
 
-/// A node and all below it.
-enum Node {
-    Leaf(Leaf),
-    Inner([OnceBox<Node>; FAN]),
-}
+type L2 = [OnceBox<Leaf>; FAN];
+type L3 = [OnceBox<L2>; FAN];
+type L4 = [OnceBox<L3>; FAN];
+type L5 = [OnceBox<L4>; FAN];
+type L6 = [OnceBox<L5>; FAN];
+type L7 = [OnceBox<L6>; FAN];
 
 impl Leaf {
     #[inline]
@@ -59,42 +60,68 @@ impl Leaf {
     }
 }
 
-impl Node {
-    /// An empty one for `region`, whose level shifts a region's number by `shift`.
-    fn empty(region: u64, shift: u32) -> Box<Node> {
-        let slabs = || core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut()));
-        Box::new(match shift {
-            0 => Node::Leaf(Leaf { number: region >> BITS, slabs: slabs() }),
-            _ => Node::Inner(core::array::from_fn(|_| OnceBox::new())),
-        })
+/// A node and all below it.
+trait Level: Send + Sync {
+    fn empty(region: u64) -> Box<Self>
+    where
+        Self: Sized;
+    fn find(&self, region: u64, shift: u32) -> Option<&Leaf>;
+    fn make(&self, region: u64, shift: u32) -> &Leaf;
+}
+
+impl Level for Leaf {
+    fn empty(region: u64) -> Box<Self> {
+        let slabs = core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut()));
+        Box::new(Leaf { number: region >> BITS, slabs })
     }
 
+    #[inline]
+    fn find(&self, _region: u64, _shift: u32) -> Option<&Leaf> {
+        Some(self)
+    }
+
+    fn make(&self, _region: u64, _shift: u32) -> &Leaf {
+        self
+    }
+}
+
+impl<T: Level> Level for [OnceBox<T>; FAN] {
+    fn empty(_region: u64) -> Box<Self> {
+        Box::new(core::array::from_fn(|_| OnceBox::new()))
+    }
+
+    #[inline]
     fn find(&self, region: u64, shift: u32) -> Option<&Leaf> {
-        match self {
-            Node::Leaf(leaf) => Some(leaf),
-            Node::Inner(below) => {
-                below[(region >> shift) as usize % FAN].get()?.find(region, shift - BITS)
-            }
-        }
+        self[(region >> shift) as usize % FAN].get()?.find(region, shift - BITS)
     }
 
     fn make(&self, region: u64, shift: u32) -> &Leaf {
-        match self {
-            Node::Leaf(leaf) => leaf,
-            Node::Inner(below) => {
-                let (below, next) = (&below[(region >> shift) as usize % FAN], shift - BITS);
-                below.get_or_init(|| Node::empty(region, next)).make(region, next)
-            }
-        }
+        let below = self[(region >> shift) as usize % FAN].get_or_init(|| T::empty(region));
+        below.make(region, shift - BITS)
+    }
+}
+
+const MOST_LEVELS: u32 = 7;
+
+/// The empty node at the top of so many levels.
+fn top(levels: u32) -> Box<dyn Level> {
+    match levels {
+        1 => Leaf::empty(0),
+        2 => L2::empty(0),
+        3 => L3::empty(0),
+        4 => L4::empty(0),
+        5 => L5::empty(0),
+        6 => L6::empty(0),
+        MOST_LEVELS => L7::empty(0),
+        _ => unreachable!("as many levels as an index may have"),
     }
 }
 
 /// The slabs of one class. It has no node before the class is first used.
 pub(super) struct Index {
-    tree: OnceBox<Node>,
-    /// By how much the highest level shifts a region's number: as many levels as the address space
-    /// needs.
-    shift: u32,
+    tree: OnceBox<Box<dyn Level>>,
+    /// As many as the address space needs.
+    levels: u32,
     /// Some leaves, each in the place of its number: the first there stays, so that readers on
     /// other CPUs keep their copy of the cache line.
     near: [AtomicPtr<Leaf>; NEAR],
@@ -103,9 +130,10 @@ pub(super) struct Index {
 impl Index {
     /// For regions up to the number `last`.
     pub(super) fn new(last: u64) -> Index {
-        let levels = (u64::BITS - last.leading_zeros()).div_ceil(BITS).max(1);
+        // Of 63 bits at most, as a region is at least 32 granules.
+        let levels = (u64::BITS - last.leading_zeros()).div_ceil(BITS).clamp(1, MOST_LEVELS);
         let near = core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut()));
-        Index { tree: OnceBox::new(), shift: (levels - 1) * BITS, near }
+        Index { tree: OnceBox::new(), levels, near }
     }
 
     /// The place of a leaf. The highest of an address space and the highest below 4 GiB, where
@@ -140,19 +168,24 @@ impl Index {
 
     #[inline(never)]
     fn walk(&self, region: u64) -> Option<Handle> {
-        self.tree.get()?.find(region, self.shift)?.get(region)
+        self.tree.get()?.find(region, self.shift())?.get(region)
     }
 
     /// Under the core's lock.
     // Ordering: see `get`.
     pub(super) fn set(&self, region: u64, slab: Option<Handle>) {
-        let tree = self.tree.get_or_init(|| Node::empty(0, self.shift));
-        let leaf = tree.make(region, self.shift);
+        let tree = self.tree.get_or_init(|| Box::new(top(self.levels)));
+        let leaf = tree.make(region, self.shift());
         leaf.set(region, slab);
         let near = self.near(leaf.number);
         if near.load(Ordering::Relaxed).is_null() {
             near.store(ptr::from_ref(leaf).cast_mut(), Ordering::Release);
         }
+    }
+
+    /// By how much the highest level shifts a region's number.
+    fn shift(&self) -> u32 {
+        (self.levels - 1) * BITS
     }
 }
 
