@@ -1,6 +1,6 @@
 //! Open misses: translations that were requested and have not arrived yet.
 
-use std::{collections::HashMap, num::NonZero, sync::Arc};
+use std::{collections::HashMap, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
@@ -164,19 +164,8 @@ struct Waiting {
     last: Iova,
 }
 
-/// What was refused last of a page. (The rest may be mapped: a front end's pages can be smaller than
-/// ours.)
-#[derive(Clone, Copy)]
-struct Refused {
-    /// The number of the miss.
-    number: NonZero<u64>,
-    /// Offsets in the page.
-    first: u16,
-    last: u16,
-}
-
 struct Pending {
-    /// The address that was sent last.
+    /// The address that was sent.
     iova: Iova,
     state: State,
     /// When it was last looked up.
@@ -186,7 +175,8 @@ struct Pending {
     waiters: Few<Waiting>,
     /// The number of the miss when it was first sent.
     number: u64,
-    refused: Option<Refused>,
+    /// The number of the miss that was refused last.
+    refused: Option<u64>,
 }
 
 impl Pending {
@@ -365,14 +355,11 @@ impl Misses {
         }
         let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
-        let Some(pending) = list.pending.get(&key) else { return false };
-        let Some(Refused { number, first, last }) = pending.refused else { return false };
-        (first..=last).contains(&offset(iova))
-            && match (since, pending.state) {
-                (Some(since), _) => since < number.get(),
-                (None, State::Refused { until_ns }) => now_ns() < until_ns && pending.waits(waiter),
-                (None, _) => false,
-            }
+        list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
+            (Some(since), _) => pending.refused.is_some_and(|number| since < number),
+            (None, State::Refused { until_ns }) => now_ns() < until_ns && pending.waits(waiter),
+            (None, _) => false,
+        })
     }
 
     /// Notes that `waiter` waits for `wanted` and leaves in `wanted` what to send now. `there`
@@ -435,9 +422,8 @@ impl Misses {
             }
         };
         if send {
-            // Of several addresses in the page, which may be mapped or not each, those whose waiters look
-            // have their turn.
-            found.iova = iova;
+            // The address that was sent first, so that an update matches the entry.
+            miss.iova = found.iova;
             found.state = State::Sent { at_ns: now_ns };
         }
         found.add(waiter, iova);
@@ -501,11 +487,7 @@ impl Misses {
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             self.refusing.store(true, Ordering::Relaxed);
             pending.state = State::Refused { until_ns };
-            let number = number.unwrap_or(pending.number);
-            let first = range.first().max(Iova(pending.iova.0 & !(PAGE - 1)));
-            let last = range.last().min(Iova(pending.iova.0 | (PAGE - 1)));
-            let (first, last) = (offset(first), offset(last));
-            pending.refused = NonZero::new(number).map(|number| Refused { number, first, last });
+            pending.refused = Some(number.unwrap_or(pending.number));
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             false
         });
@@ -551,11 +533,6 @@ impl Misses {
         drop(list);
         woken.wake();
     }
-}
-
-/// Where in its page `iova` lies.
-fn offset(iova: Iova) -> u16 {
-    (iova.0 & (PAGE - 1)) as u16
 }
 
 pub(crate) fn point(iova: Iova) -> Range {

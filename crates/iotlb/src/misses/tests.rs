@@ -41,7 +41,7 @@ fn one_miss_for_a_page_and_an_access_however_many_waiters() {
     // Sent again, with the address that was sent first.
     assert_eq!(
         note(&misses, &[miss(0x1800, Prot::READ)], &second, 20),
-        [Miss { again: Some(3), ..miss(0x1800, Prot::READ) }]
+        [Miss { again: Some(3), ..read }]
     );
     assert_eq!(note(&misses, &[read], &first, 21), []);
     misses.update(pages(1, 1), Prot::READ);
@@ -160,31 +160,6 @@ fn a_refusal_holds_for_its_waiters_and_expires() {
 }
 
 /// Two accesses that share a waiter, and pass since when they wait.
-#[test]
-fn a_refusal_of_one_address_refuses_no_other_in_the_page() {
-    // rule D18
-    let misses = Misses::new(100, TIMES, 7);
-    let (unmapped, mapped) = (waiter(), waiter());
-    let state =
-        |iova, waiter, since| misses.is_refused((Iova(iova), Prot::READ), since, waiter, || 41);
-    let (first, second) = (miss(0x1c00, Prot::READ), miss(0x1b25, Prot::READ));
-    note(&misses, &[first], &unmapped, 0);
-    let since = misses.count();
-    assert_eq!(note(&misses, &[second], &mapped, 1), [], "the page was asked for");
-    // Sent again with the address that is waited for now.
-    assert_eq!(note(&misses, &[second], &mapped, 20), [Miss { again: Some(2), ..second }]);
-    assert_eq!(note(&misses, &[first], &unmapped, 40), [Miss { again: Some(3), ..first }]);
-    assert_eq!(misses.refuse(point(first.iova), Prot::READ, Some(3), 41), [first]);
-    assert!(state(0x1c00, &unmapped, Some(0)) && state(0x1c00, &unmapped, None));
-    assert!(!state(0x1b25, &mapped, Some(since)) && !state(0x1b25, &mapped, None));
-    assert!(mapped.updates() > 0, "it looks again");
-    assert_eq!(note(&misses, &[second], &mapped, 42), [second]);
-    assert!(state(0x1c00, &unmapped, Some(0)), "that one is still refused");
-    // A refusal of the page is one of both.
-    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 43), [second]);
-    assert!(state(0x1b25, &mapped, Some(since)) && state(0x1c00, &unmapped, Some(since)));
-}
-
 #[test]
 fn a_refusal_reaches_only_earlier_waiters() {
     let misses = Misses::new(100, TIMES, 7);
