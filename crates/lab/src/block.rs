@@ -5,7 +5,7 @@
 //! divisor of all its block sizes) has a header that describes it:
 //!
 //! ```text
-//!  0   8 magic       "RFblock1"
+//!  0   8 magic       "RFblock2"
 //!  8   4 generation  of the run, which distinguishes blocks that an earlier run has left
 //! 12   4 length      of the unit
 //! 16   8 offset      on the disk, which distinguishes blocks from elsewhere
@@ -32,7 +32,7 @@ pub const MIN_UNIT: u32 = 512;
 /// Largest unit, bytes.
 pub const MAX_UNIT: u32 = 4096;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"RFblock1");
+const MAGIC: u64 = u64::from_le_bytes(*b"RFblock2");
 /// No unit starts or ends with it: it is neither the magic nor zero, and it is even, while all
 /// words of a payload are odd.
 const POISON: u64 = u64::from_le_bytes(*b"~unread~");

@@ -84,7 +84,7 @@ impl Pool {
         match (state.spare.pop(), state.made) {
             (Some(ring), _) => Ok(ring),
             (None, Some(made)) => Err(io::Error::other(format!(
-                "all {made} io_urings are in use, some by requests that have not completed"
+                "all {made} io_urings are in use, some perhaps by requests that have not completed"
             ))),
             (None, None) => {
                 drop(state);

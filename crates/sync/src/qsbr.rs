@@ -497,7 +497,7 @@ mod model {
                 shared.cells[0].write();
                 return;
             }
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 

@@ -296,6 +296,10 @@ impl Frontend {
         if !acks && !request.has_reply() {
             self.need(&request)?;
             self.link.send(&request, fds)?;
+            if matches!(request, Request::SetVringEnable { .. }) {
+                // Requests are carried out in their order, and this one has a reply.
+                self.word::<u64>(Request::GetFeatures, "features")?;
+            }
         } else {
             let ack = acks && (!request.has_reply() || matches!(request, Request::Iotlb(_)));
             match self.link.word(self.exchange(&request, ack, fds)?)? {
@@ -397,12 +401,7 @@ impl Frontend {
             let (request, feature) = (code::SET_VRING_ENABLE, "PROTOCOL_FEATURES");
             return Err(FrontendError::NotNegotiated { request, feature });
         }
-        self.make(Request::SetVringEnable { ring: ring.into(), enabled }, &[])?;
-        if !self.protocol().contains(ProtocolFeatures::REPLY_ACK) {
-            // Requests are carried out in their order, and this one has a reply.
-            self.features()?;
-        }
-        Ok(())
+        self.make(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
     }
 
     /// IOTLB_MSG: an update or an invalidation; `Ok` once the back end has carried it out. Needs

@@ -56,7 +56,7 @@ pub struct FrontendChannel {
 
 impl FrontendChannel {
     /// A channel, and the end of it that is for the back end. The back end must complete a message
-    /// that it began, and take a reply, within `timeout`.
+    /// that it began, while that is waited for, and take a reply, within `timeout`.
     ///
     /// # Errors
     /// No descriptor is left.

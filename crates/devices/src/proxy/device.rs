@@ -98,7 +98,8 @@ impl RawDevice for Proxy {
             Ok(ProxyQueue::new(shadow, back.indirect(), copy_back))
         });
         if started.is_err() && runs {
-            self.back.stop(ring)?;
+            // The first error says what is wrong.
+            let _ = self.back.stop(ring);
         }
         started
     }
@@ -120,7 +121,14 @@ impl RawDevice for Proxy {
     }
 
     fn enable(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
-        Ok(self.back.enable(ring, enabled)?)
+        self.back.enable(ring, enabled)?;
+        if enabled {
+            // A back end may have lost a kick while the ring was not enabled.
+            self.rings.shares().on(ring.into(), move |unit| {
+                unit.serve(ring).into_iter().for_each(|queue| queue.wake_back_end());
+            })?;
+        }
+        Ok(())
     }
 
     fn set_channel(&mut self, channel: &Arc<BackendChannel>) {

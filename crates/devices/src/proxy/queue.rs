@@ -132,6 +132,11 @@ impl ProxyQueue {
         }
     }
 
+    /// Has the back end look at its ring.
+    pub(super) fn wake_back_end(&mut self) {
+        self.kick.notify();
+    }
+
     /// The back end has stopped the ring: takes what it has used, and no more. What it has not used
     /// is the guest's again.
     pub(super) fn stop(&mut self) {

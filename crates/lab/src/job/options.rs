@@ -248,6 +248,7 @@ impl Reader<'_> {
             "ioengine" => job.ioengine = Some(value()?.to_owned()),
             "verify" => {
                 let value = value()?;
+                // What jobs that are meant for this ask for.
                 if value != "crc32c" {
                     let value = quote(value);
                     let what = "has no effect: every byte read is checked";

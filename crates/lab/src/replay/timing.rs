@@ -6,6 +6,7 @@
 //! the same pass and subtracted.
 
 use std::{
+    hint::black_box,
     sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
@@ -168,21 +169,24 @@ impl Script {
     }
 }
 
-/// Carries out an operation, unless there is no allocator.
+/// Carries out an operation; without an allocator, all but its part.
 #[inline]
 fn take(
     step: &Step,
     allocator: Option<&dyn Allocator>,
     held: &mut SlotRange,
 ) -> Result<(), FreeError> {
-    let Some(allocator) = allocator else { return Ok(()) };
     if step.size == 0 {
-        return match held.size {
-            0 => Ok(()),
-            size => allocator.free(held.iova, size),
+        return match (black_box(held.size), allocator) {
+            (0, _) | (_, None) => Ok(()),
+            (size, Some(allocator)) => allocator.free(held.iova, size),
         };
     }
-    *held = match allocator.alloc(&Request::new(step.size)) {
+    let found = match allocator {
+        Some(allocator) => allocator.alloc(&Request::new(step.size)),
+        None => Ok(black_box(0)),
+    };
+    *held = match found {
         Ok(iova) => SlotRange { iova, size: step.size },
         // Counted elsewhere, where nothing is timed.
         Err(_) => SlotRange::default(),

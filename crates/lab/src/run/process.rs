@@ -7,7 +7,8 @@ use std::{
         unix::process::CommandExt,
     },
     process::{Child, Command, ExitStatus, Stdio},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -85,15 +86,21 @@ impl Process {
         time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
     }
 
-    /// Reads the report, which begins within the time limit, and waits for the end.
+    /// Reads the report and waits for the end, each within a time limit.
     pub(crate) fn finish(&mut self) -> Result<Report> {
         let child = self.child.get_mut();
         let mut report = child.stdout.take().context("its report was read")?;
         ensure!(arrives(&report)?, "the device process does not end");
         let mut text = Vec::new();
-        // This ends when the process does.
         report.read_to_end(&mut text)?;
-        let status = child.wait()?;
+        let deadline = Instant::now() + REPLY_TIMEOUT;
+        let status = loop {
+            match child.try_wait()? {
+                Some(status) => break status,
+                None => thread::sleep(Duration::from_millis(1)),
+            }
+            ensure!(Instant::now() < deadline, "the device process does not end");
+        };
         ensure!(status.success(), "the device process failed: {status}");
         serde_json::from_slice(&text).context("the device process's report")
     }

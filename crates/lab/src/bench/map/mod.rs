@@ -266,10 +266,12 @@ fn contest(cell: Cell, options: &Options, how: How<'_>, stop: &Stop, into: &mut 
             "it failed its check".to_owned()
         })
     });
+    // What is compared with two on the first of two CPUs, as one of these is; all else on the last.
+    let cpu = if cell.op == Op::TwoDomains { how.cpus[0] } else { how.cpus[how.cpus.len() - 1] };
     let slice = |subject: &mut Box<dyn Subject>, budget| {
         let how = How { budget, ..how };
         // Those of several threads bind these themselves.
-        threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how))
+        threads::bound_to(cpu, || subject.sample(how))
     };
     let measure = |_: &_, subject: &mut Box<dyn Subject>, _| {
         // The processor's caches hold the others' data.

@@ -256,12 +256,15 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<(Name, Ve
     let measure = |_: &_, subject: &mut Box<dyn Subject + '_>, _| {
         subject.time(&set, (clock, budget), &mut times)
     };
-    contest.run(rounds, &Stop::default(), measure, |_, _| {});
+    let mut why = None;
+    contest.run(rounds, &Stop::default(), measure, |_, error| why = Some(error));
     let ns = |one: &(_, _), figure| contest.taken(one)[figure].interval().median;
     let named = calls.iter().filter_map(|one| Some((ns(one, "both")?, one.0, one.1?)));
     let fastest = named.min_by(|(a, ..), (b, ..)| a.total_cmp(b));
-    let (_, fastest, name) =
-        fastest.context("the kernel has no call that pins one page after the other")?;
+    let (_, fastest, name) = fastest.with_context(|| {
+        let why: &dyn std::fmt::Display = why.as_ref().map_or(&"none was measured", |why| why);
+        format!("no call pins one page after the other: {why:#}")
+    })?;
     let found = calls.iter().filter_map(|one| {
         let (pin, unpin) = (ns(one, "pin")?, ns(one, "unpin")?);
         let page_by_page = one.0 == fastest;
