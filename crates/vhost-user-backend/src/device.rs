@@ -22,7 +22,7 @@ use ringfence_virtq::{Chain, Desc};
 
 use crate::{
     Addresses, Backend, Bus, Common, RawDevice, RingLog, RingStart, read_config,
-    requests::{Job, Missing, Next, RequestFigures, RequestRings, RequestUnit, Serve, Slot},
+    requests::{Advance, Missing, Next, RequestFigures, RequestRings, RequestUnit, Serve, Slot},
 };
 
 /// A device that receives requests, one after the other, and completes them at any time, in any
@@ -260,7 +260,7 @@ impl<D: Device> Serve for DeviceQueue<D> {
         self.bytes
     }
 
-    fn advance(&mut self, request: &mut Kept, Job { at, chain, bus, .. }: Job<'_>) -> Next {
+    fn advance(&mut self, request: &mut Kept, Advance { at, chain, bus, .. }: Advance<'_>) -> Next {
         if let Kept::Done { ok, written } = *request {
             return Next::Done { ok, used: written };
         }

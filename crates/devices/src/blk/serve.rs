@@ -10,7 +10,7 @@ use ringfence_mem::Memory;
 use ringfence_run::event::Doorbell;
 use ringfence_vhost_user_backend::{
     Bus, RingLog,
-    requests::{Job, Next, Serve, Slot},
+    requests::{Advance, Next, Serve, Slot},
 };
 use ringfence_virtq::{Chain, blk::Status};
 
@@ -57,15 +57,15 @@ impl BlkServer {
 
     /// Takes the next step of a request. True: another one can follow at once; false: it is
     /// [busy](Step::Busy), or there is no room for it now.
-    fn step(&mut self, request: &mut BlkRequest, job: Job<'_>) -> Result<bool, Stop> {
-        let Job { chain, bus, .. } = job;
+    fn step(&mut self, request: &mut BlkRequest, with: Advance<'_>) -> Result<bool, Stop> {
+        let Advance { chain, bus, .. } = with;
         match request.step {
             Step::Parse => {
                 request.action = request::parse(chain, bus, &self.limits)?;
                 request.step = Step::Start;
                 Ok(true)
             }
-            Step::Start => self.start(request, job),
+            Step::Start => self.start(request, with),
             Step::Move => self.move_now(request, chain, bus).map(|()| true),
             Step::Deliver => self.deliver(request, chain, bus).map(|()| true),
             Step::Busy | Step::Complete => unreachable!("it goes on elsewhere"),
@@ -73,8 +73,8 @@ impl BlkServer {
     }
 
     /// Begins a request; false if it is busy then, or there is no room for it.
-    fn start(&mut self, request: &mut BlkRequest, job: Job<'_>) -> Result<bool, Stop> {
-        let Job { at, chain, bus, now_ns } = job;
+    fn start(&mut self, request: &mut BlkRequest, with: Advance<'_>) -> Result<bool, Stop> {
+        let Advance { at, chain, bus, now_ns } = with;
         match (request.action, &mut self.store) {
             (Action::Identify, _) => {
                 let written = request::identify(chain, bus, &self.id)?;
@@ -160,16 +160,16 @@ impl Serve for BlkServer {
         self.bytes
     }
 
-    fn advance(&mut self, request: &mut BlkRequest, job: Job<'_>) -> Next {
+    fn advance(&mut self, request: &mut BlkRequest, with: Advance<'_>) -> Next {
         loop {
             if request.step == Step::Complete {
                 let (status, written) = request.outcome;
-                return match request::complete(job.chain, job.bus, status, written) {
+                return match request::complete(with.chain, with.bus, status, written) {
                     Ok(used) => Next::Done { ok: status == Status::Ok, used },
                     Err(missing) => Next::Missing(missing),
                 };
             }
-            match self.step(request, job) {
+            match self.step(request, with) {
                 Ok(true) => {}
                 Ok(false) if request.step == Step::Busy => return Next::Busy,
                 Ok(false) => return Next::Later,

@@ -12,7 +12,7 @@ use ringfence_mem::{Access, AccessError, Translate};
 use ringfence_run::{notifier::Notifier, worker::Kick};
 use ringfence_vhost_user_backend::{
     Bus, RingLog,
-    requests::{Job, Missing, Next, Serve, Slot as Taken},
+    requests::{Advance, Missing, Next, Serve, Slot as Taken},
 };
 use ringfence_virtq::{Chain, Desc, RingError, driver};
 
@@ -144,8 +144,8 @@ impl ProxyQueue {
     }
 
     /// Copies a chain and adds it to the shadow ring.
-    fn send(&mut self, request: &mut Shadow, job: Job<'_>) -> Result<(), Stop> {
-        let Job { at, chain, bus, .. } = job;
+    fn send(&mut self, request: &mut Shadow, with: Advance<'_>) -> Result<(), Stop> {
+        let Advance { at, chain, bus, .. } = with;
         let descs = chain.descs();
         let by_table = self.by_table(chain);
         let layout = Layout::of(chain, by_table);
@@ -173,7 +173,7 @@ impl ProxyQueue {
             return Err(if self.slots.is_unused() { self.too_long(layout) } else { Stop::Later });
         };
         (request.slot, request.at) = (slot, at);
-        if let Err(stop) = self.fill(job, &request.slot, by_table) {
+        if let Err(stop) = self.fill(with, &request.slot, by_table) {
             self.release(request);
             return Err(stop);
         }
@@ -197,8 +197,8 @@ impl ProxyQueue {
         Stop::Never(io::Error::other(text))
     }
 
-    fn fill(&mut self, job: Job<'_>, slot: &Slot, by_table: bool) -> Result<(), Stop> {
-        let Job { at, chain, bus, .. } = job;
+    fn fill(&mut self, with: Advance<'_>, slot: &Slot, by_table: bool) -> Result<(), Stop> {
+        let Advance { at, chain, bus, .. } = with;
         let not_added = |error| Stop::Never(io::Error::other(error));
         // Most frames of a network are one buffer.
         if let [only] = chain.descs() {
@@ -262,7 +262,11 @@ impl ProxyQueue {
     }
 
     /// Copies back a chain that the back end has used.
-    fn receive(&mut self, request: &mut Shadow, Job { at, chain, bus, .. }: Job<'_>) -> Next {
+    fn receive(
+        &mut self,
+        request: &mut Shadow,
+        Advance { at, chain, bus, .. }: Advance<'_>,
+    ) -> Next {
         let used = request.used;
         let written = self.written(chain, used);
         let copied = match written {
@@ -397,9 +401,9 @@ impl Serve for ProxyQueue {
         self.bytes
     }
 
-    fn advance(&mut self, request: &mut Shadow, job: Job<'_>) -> Next {
+    fn advance(&mut self, request: &mut Shadow, with: Advance<'_>) -> Next {
         match request.stage {
-            Stage::New => match self.send(request, job) {
+            Stage::New => match self.send(request, with) {
                 Ok(()) => Next::Busy,
                 Err(Stop::Later) => Next::Later,
                 Err(Stop::Memory(error)) => match Missing::of(error) {
@@ -409,7 +413,7 @@ impl Serve for ProxyQueue {
                 Err(Stop::Never(why)) => self.end_ring(why),
             },
             Stage::Sent => Next::Busy,
-            Stage::Used => self.receive(request, job),
+            Stage::Used => self.receive(request, with),
         }
     }
 

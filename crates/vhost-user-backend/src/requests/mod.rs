@@ -49,7 +49,7 @@ pub trait Serve: Send + Sized + 'static {
     /// Advances a request as far as possible: one that was taken from the ring, that has
     /// [completed](Self::completed), for which there was no room, or whose translation has come. A
     /// step that meets a missing translation has had no effect, or can be done again.
-    fn advance(&mut self, request: &mut Self::Request, job: Job<'_>) -> Next;
+    fn advance(&mut self, request: &mut Self::Request, with: Advance<'_>) -> Next;
     /// A request that can go on from where it was [`Busy`](Next::Busy), if there is one: its
     /// number, and whether the operation that it waited for has succeeded. `enough`: this round has
     /// moved as many bytes as it should.
@@ -126,7 +126,7 @@ pub trait Serve: Send + Sized + 'static {
 
 /// What a request is advanced with.
 #[derive(Clone, Copy)]
-pub struct Job<'a> {
+pub struct Advance<'a> {
     /// The request's number.
     pub at: u16,
     /// Its buffers.

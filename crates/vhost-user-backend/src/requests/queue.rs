@@ -27,7 +27,7 @@ use self::{
     stop::Order,
     wait::{Head, Wait},
 };
-use super::{Job, Next, QueueError, QueueStats, Serve};
+use super::{Advance, Next, QueueError, QueueStats, Serve};
 use crate::{Bus, RingLog};
 
 /// How many bytes one round moves before other queues have their turn: one of them may have an
@@ -474,8 +474,8 @@ impl<S: Serve> RequestQueue<S> {
         let slot = &mut self.slots[usize::from(at)];
         let since = slot.wait.as_ref().map_or(u64::MAX, |wait| wait.misses);
         let (serve, now_ns) = (&mut self.serve, self.now_ns);
-        let job = Job { at, chain: &slot.chain, bus, now_ns };
-        match bus.since(since, || serve.advance(&mut slot.request, job)) {
+        let with = Advance { at, chain: &slot.chain, bus, now_ns };
+        match bus.since(since, || serve.advance(&mut slot.request, with)) {
             Next::Done { ok, used } => self.finish(at, ok, used),
             Next::Busy => {}
             Next::Later => self.stall(at),
