@@ -38,7 +38,8 @@ pub struct IotlbConfig {
     pub entries: u64,
     /// The most bytes of table memory.
     pub table_bytes: u64,
-    /// The most misses that are open at a time (rule [D17]).
+    /// The most misses that are listed at a time (rule [D17]): open ones, and in their pages those that
+    /// wait for the same update or were refused a moment ago.
     ///
     /// [D17]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d17
     pub misses: usize,

@@ -8,9 +8,14 @@ use ringfence_sync::{
     lock::Mutex,
     mix::Mix,
 };
+use smallvec::SmallVec;
 
-/// The granularity at which misses are distinguished.
+/// Of a page one miss is sent at a time (rule D17): nearly always its update is for the whole page.
 pub(crate) const PAGE: u64 = 4096;
+
+/// The smallest pages that a front end may have: a miss asks for one address, and a refusal of it says
+/// nothing about addresses outside of its granule.
+const GRANULE: u64 = 512;
 
 /// A missing translation (rule [D16]).
 ///
@@ -28,36 +33,17 @@ pub struct Miss {
 }
 
 impl Miss {
-    /// The key in the pending list: the page and the access (rule D17).
-    pub(crate) fn key(&self) -> Key {
-        Key::new(self.iova.0 / PAGE, self.access)
+    fn page(&self) -> u64 {
+        self.iova.0 / PAGE
+    }
+
+    /// Whether one miss does for both: they need the same access to the same granule.
+    pub(crate) fn is_as(&self, iova: Iova, access: Prot) -> bool {
+        self.iova.0 / GRANULE == iova.0 / GRANULE && self.access == access
     }
 }
 
-/// A page's number, shifted by [`ACCESS_BITS`], and the access.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Key(u64);
-
-/// How many bits of a [`Key`] are the access.
-const ACCESS_BITS: u32 = 2;
-
-impl Key {
-    fn new(page: u64, access: Prot) -> Key {
-        const { assert!(Prot::RW.bits() == (1 << ACCESS_BITS) - 1) };
-        debug_assert!(access.intersects(Prot::RW), "a miss of no access");
-        Key(page << ACCESS_BITS | u64::from(access.bits() & Prot::RW.bits()))
-    }
-
-    fn page(self) -> u64 {
-        self.0 >> ACCESS_BITS
-    }
-
-    fn access(self) -> Prot {
-        Prot::from_bits_truncate(self.0 as u32 & Prot::RW.bits())
-    }
-}
-
-/// How many entries the list has room for when it is empty: where it was longer, its memory is given back.
+/// How many pages the list has room for when it is empty: where it was longer, its memory is given back.
 const KEPT: usize = 1024;
 
 /// Where misses go, such as a front end, which replies with updates.
@@ -104,42 +90,14 @@ impl Waiter {
     }
 }
 
-/// A list of mostly one item, which is stored without an allocation.
-struct Few<T> {
-    one: Option<T>,
-    more: Vec<T>,
-}
-
-impl<T> Few<T> {
-    const NONE: Few<T> = Few { one: None, more: Vec::new() };
-
-    fn push(&mut self, item: T) {
-        match &mut self.one {
-            Some(_) => self.more.push(item),
-            one => *one = Some(item),
-        }
-    }
-
-    fn iter(&self) -> impl Iterator<Item = &T> {
-        self.one.iter().chain(&self.more)
-    }
-
-    fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.one.iter_mut().chain(&mut self.more)
-    }
-}
-
 /// Waiters to wake once the list is unlocked, because waking is a system call. Each is woken once,
 /// however many of its misses are resolved.
-struct Woken(Few<Arc<Waiter>>);
+#[derive(Default)]
+struct Woken(SmallVec<[Arc<Waiter>; 1]>);
 
 impl Woken {
-    const NONE: Woken = Woken(Few::NONE);
-
-    fn add(&mut self, waiter: &Arc<Waiter>) {
-        if !self.0.iter().any(|other| Arc::ptr_eq(other, waiter)) {
-            self.0.push(Arc::clone(waiter));
-        }
+    fn add(&mut self, waiters: &[Arc<Waiter>]) {
+        waiters.iter().for_each(|waiter| add(&mut self.0, waiter));
     }
 
     fn wake(self) {
@@ -147,64 +105,57 @@ impl Woken {
     }
 }
 
+/// Adds a waiter that is not there yet.
+fn add(waiters: &mut SmallVec<[Arc<Waiter>; 1]>, waiter: &Arc<Waiter>) {
+    if !waiters.iter().any(|other| Arc::ptr_eq(other, waiter)) {
+        waiters.push(Arc::clone(waiter));
+    }
+}
+
 #[derive(Clone, Copy)]
 enum State {
-    /// It could not be sent: the next lookup sends it.
-    Unsent,
+    /// Another miss of its page and access is on its way, whose update may be for it too; or it could not
+    /// be sent. The next lookup sends it, if there is no such miss any more or a while after this time.
+    Held { since_ns: u64 },
     /// Sent at this time.
     Sent { at_ns: u64 },
     /// There is no such translation: lookups by its waiters fail until then.
     Refused { until_ns: u64 },
 }
 
-/// A waiter on a page, and the part of the page that it waits for.
-struct Waiting {
-    waiter: Arc<Waiter>,
-    first: Iova,
-    last: Iova,
-}
-
+/// A translation that is missing, for all accesses to its granule.
 struct Pending {
-    /// The address that was sent.
+    /// The address that is sent: of the first lookup that needed it.
     iova: Iova,
+    access: Prot,
+    /// Whether the front end has acknowledged the miss.
+    acknowledged: bool,
     state: State,
     /// When it was last looked up.
     noted_ns: u64,
-    /// 1 once the front end has acknowledged the miss, 0 before.
-    acknowledged: u32,
-    waiters: Few<Waiting>,
-    /// The number of the miss when it was first sent.
+    waiters: SmallVec<[Arc<Waiter>; 1]>,
+    /// The number of the miss when it was listed.
     number: u64,
-    /// The number of the miss that was refused last.
-    refused: Option<u64>,
+    /// The number of the miss that was refused last, 0 if none was.
+    refused: u64,
 }
 
 impl Pending {
-    fn new(iova: Iova, now_ns: u64, number: u64) -> Pending {
+    fn new(miss: &Miss, now_ns: u64, number: u64) -> Pending {
         Pending {
-            iova,
-            state: State::Sent { at_ns: now_ns },
+            iova: miss.iova,
+            access: miss.access,
+            acknowledged: false,
+            state: State::Held { since_ns: now_ns },
             noted_ns: now_ns,
-            acknowledged: 0,
-            waiters: Few::NONE,
+            waiters: SmallVec::new(),
             number,
-            refused: None,
+            refused: 0,
         }
     }
 
-    fn waits(&self, waiter: &Arc<Waiter>) -> bool {
-        self.waiters.iter().any(|waiting| Arc::ptr_eq(&waiting.waiter, waiter))
-    }
-
-    fn add(&mut self, waiter: &Arc<Waiter>, iova: Iova) {
-        let known = |waiting: &&mut Waiting| Arc::ptr_eq(&waiting.waiter, waiter);
-        if let Some(waiting) = self.waiters.iter_mut().find(known) {
-            waiting.first = waiting.first.min(iova);
-            waiting.last = waiting.last.max(iova);
-            return;
-        }
-        let waiter = Arc::clone(waiter);
-        self.waiters.push(Waiting { waiter, first: iova, last: iova });
+    fn is_sent(&self) -> bool {
+        matches!(self.state, State::Sent { .. })
     }
 }
 
@@ -218,8 +169,13 @@ pub(crate) struct Times {
     pub(crate) refused_ns: u64,
 }
 
+/// What is missing in a page.
+type Page = SmallVec<[Pending; 1]>;
+
 struct List {
-    pending: HashMap<Key, Pending, Mix>,
+    pages: HashMap<u64, Page, Mix>,
+    /// How many there are in all pages.
+    pending: usize,
     /// Waiters that found the list full, to be woken when it has room.
     blocked: Vec<Arc<Waiter>>,
 }
@@ -229,57 +185,74 @@ const LOOKED_UP: u64 = 16;
 
 impl List {
     fn new(seed: u64) -> List {
-        List { pending: HashMap::with_hasher(Mix::new(seed)), blocked: Vec::new() }
+        List { pages: HashMap::with_hasher(Mix::new(seed)), pending: 0, blocked: Vec::new() }
     }
 
-    /// Removes the entries in the pages of `range` for which `gone` returns true, in no order; their waiters,
-    /// added to `woken`, look again.
+    fn get(&self, iova: Iova, access: Prot) -> Option<&Pending> {
+        let miss = Miss { iova, access, again: None };
+        self.pages.get(&miss.page())?.iter().find(|it| miss.is_as(it.iova, it.access))
+    }
+
+    /// Removes the entries for which `gone` returns true, in no order, and which all are in the pages of
+    /// `range`. Their waiters, added to `woken`, look again, and so do those of entries that were held back
+    /// for them.
     fn drop_if(
         &mut self,
         range: Range,
         woken: &mut Woken,
-        mut gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool,
+        mut gone: impl FnMut(&mut Pending, &mut Woken) -> bool,
     ) {
-        let before = self.pending.len();
-        let pages = range.first().0 / PAGE..=range.last().0 / PAGE;
-        let mut is_over = |key: Key, pending: &mut Pending| {
-            let over = gone(pending, key.access(), woken);
-            if over {
-                pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
+        let before = self.pending;
+        let sent = |page: &Page| page.iter().filter(|it| it.is_sent()).count();
+        let mut sweep = |page: &mut Page| {
+            let (len, on_their_way) = (page.len(), sent(page));
+            page.retain(|pending| {
+                let over = gone(pending, woken);
+                if over {
+                    woken.add(&pending.waiters);
+                }
+                !over
+            });
+            if sent(page) < on_their_way {
+                let held = page.iter().filter(|it| matches!(it.state, State::Held { .. }));
+                held.for_each(|it| woken.add(&it.waiters));
             }
-            over
+            self.pending -= len - page.len();
+            page.is_empty()
         };
         // Whichever is less work: to look each page up, or to look at the whole list.
-        if pages.end() - pages.start() < LOOKED_UP.max(before as u64 / 4) {
-            for page in pages {
-                for access in [Prot::READ, Prot::WRITE, Prot::RW] {
-                    let key = Key::new(page, access);
-                    let found = self.pending.get_mut(&key);
-                    if found.is_some_and(|pending| is_over(key, pending)) {
-                        self.pending.remove(&key);
-                    }
+        let pages = range.first().0 / PAGE..=range.last().0 / PAGE;
+        if pages.end() - pages.start() < LOOKED_UP.max(self.pages.len() as u64 / 4) {
+            for number in pages {
+                if self.pages.get_mut(&number).is_some_and(&mut sweep) {
+                    self.pages.remove(&number);
                 }
             }
         } else {
-            self.pending
-                .retain(|&key, pending| !(pages.contains(&key.page()) && is_over(key, pending)));
+            self.pages.retain(|_, page| !sweep(page));
         }
-        if self.pending.len() < before {
-            self.blocked.drain(..).for_each(|waiter| woken.add(&waiter));
+        if self.pending < before {
+            woken.add(&self.blocked);
+            self.blocked.clear();
         }
     }
 
     /// Removes what is no longer needed: old refusals, and misses whose waiters have given up.
     fn tidy(&mut self, times: Times, now_ns: u64, woken: &mut Woken) {
-        self.drop_if(Range::ALL, woken, |pending, _, _| match pending.state {
+        self.drop_if(Range::ALL, woken, |pending, _| match pending.state {
             State::Refused { until_ns } if now_ns < until_ns => false,
             _ => now_ns >= pending.noted_ns.saturating_add(times.again_ns),
         });
     }
 }
 
-/// The pending list: at most one miss for each page and access (rule D17), and a bounded number in
-/// total.
+/// The pending list: one miss on its way for each page and access, unless it gets no answer for a while
+/// (rule D17), and a bounded number in total.
+///
+/// # Why a page has several entries
+/// A front end's pages may be smaller than ours, so that part of a page is mapped and part is not: each
+/// granule has its own entry, and a refusal is for one of them. While a miss of another granule of the
+/// page is on its way, an entry is held back, because the update for that nearly always is for the page.
 ///
 /// # Why no update is lost
 /// An update changes the table first and searches the list then; a view that finds a translation
@@ -287,9 +260,9 @@ impl List {
 /// them sees what the other did. Most updates are for no miss: they find the list empty without its lock.
 ///
 /// # Which waiters a refusal concerns
-/// Those that waited before the miss was sent, however late they look: what they wait for had to be
-/// mapped by then. One that came later sends a new miss, because there may be a translation by now.
-/// Misses are numbered, and a view that begins to wait notes how many there were; to one that does
+/// Those that waited before the miss was listed, or sent again, however late they look: what they wait
+/// for had to be mapped by then. One that came later sends a new miss, because there may be a translation by now.
+/// Misses are numbered as they are listed, and a view that begins to wait notes how many there were; to one that does
 /// not, a refusal applies only if it was on the list, and only for a moment. The reply to a miss
 /// that was sent again carries its number: if the page was updated, unmapped and missed again
 /// meanwhile, the reply is older than the open miss and does not concern it.
@@ -301,7 +274,7 @@ pub(crate) struct Misses {
     /// Whether anything was refused since the list was last empty. If not, no lookup that waits needs the
     /// lock. Written under it.
     refusing: AtomicBool,
-    /// How many misses there were, those sent again included.
+    /// How many misses were listed, or sent again.
     count: AtomicU64,
     most: usize,
     times: Times,
@@ -315,7 +288,7 @@ impl Misses {
         Misses { list, taken, refusing, count, most, times }
     }
 
-    /// How many misses there were so far, those sent again included.
+    /// How many misses were listed so far, or sent again.
     pub(crate) fn count(&self) -> u64 {
         // A caller that notes the count enters the list, under its lock, after this.
         self.count.load(Ordering::Relaxed)
@@ -329,14 +302,13 @@ impl Misses {
     /// How many misses were sent and have got neither an update nor a refusal, those that no access
     /// waits for any more included: an update may still come.
     pub(crate) fn open(&self) -> usize {
-        let sent = |pending: &&Pending| matches!(pending.state, State::Sent { .. });
-        self.list.lock().pending.values().filter(sent).count()
+        self.list.lock().pages.values().flatten().filter(|pending| pending.is_sent()).count()
     }
 
     /// How many places of the list are taken.
     #[cfg(test)]
     pub(crate) fn listed(&self) -> usize {
-        self.list.lock().pending.len()
+        self.list.lock().pending
     }
 
     /// Whether a missing translation was refused, to an access that has waited `since` there were
@@ -353,11 +325,12 @@ impl Misses {
         if !self.refusing.load(Ordering::Relaxed) {
             return false;
         }
-        let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
-        list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
-            (Some(since), _) => pending.refused.is_some_and(|number| since < number),
-            (None, State::Refused { until_ns }) => now_ns() < until_ns && pending.waits(waiter),
+        list.get(iova, access).is_some_and(|pending| match (since, pending.state) {
+            (Some(since), _) => since < pending.refused,
+            (None, State::Refused { until_ns }) => {
+                now_ns() < until_ns && pending.waiters.iter().any(|it| Arc::ptr_eq(it, waiter))
+            }
             (None, _) => false,
         })
     }
@@ -371,11 +344,11 @@ impl Misses {
         now_ns: u64,
         there: impl Fn(&Miss) -> bool,
     ) {
-        let mut woken = Woken::NONE;
+        let mut woken = Woken::default();
         let noted = wanted.clone();
         {
             let mut list = self.list.lock();
-            if list.pending.len().saturating_add(wanted.len()) > self.most {
+            if list.pending.saturating_add(wanted.len()) > self.most {
                 list.tidy(self.times, now_ns, &mut woken);
             }
             wanted.retain_mut(|miss| self.enter(&mut list, miss, waiter, now_ns));
@@ -386,39 +359,43 @@ impl Misses {
         fence(Ordering::SeqCst);
         for miss in noted.into_iter().filter(|miss| there(miss)) {
             self.update(point(miss.iova), miss.access);
-            wanted.retain(|other| other.key() != miss.key());
+            wanted.retain(|other| !other.is_as(miss.iova, miss.access));
         }
     }
 
     /// Enters `miss`; returns whether it is to be sent.
     fn enter(&self, list: &mut List, miss: &mut Miss, waiter: &Arc<Waiter>, now_ns: u64) -> bool {
-        let (full, iova) = (list.pending.len() >= self.most, miss.iova);
-        let Some(found) = list.pending.get_mut(&miss.key()) else {
-            if full {
-                let blocked = &mut list.blocked;
-                if !blocked.iter().any(|other| Arc::ptr_eq(other, waiter)) {
-                    blocked.push(Arc::clone(waiter));
-                }
-                return false;
+        if list.pending >= self.most && list.get(miss.iova, miss.access).is_none() {
+            let blocked = &mut list.blocked;
+            if !blocked.iter().any(|other| Arc::ptr_eq(other, waiter)) {
+                blocked.push(Arc::clone(waiter));
             }
-            let mut pending = Pending::new(miss.iova, now_ns, self.number());
-            pending.add(waiter, iova);
-            list.pending.insert(miss.key(), pending);
-            return true;
-        };
-        found.noted_ns = now_ns;
+            return false;
+        }
+        let late = |at_ns: u64| now_ns >= at_ns.saturating_add(self.times.again_ns);
+        let page = list.pages.entry(miss.page()).or_default();
+        let awaited = page.iter().any(|it| {
+            let sent = matches!(it.state, State::Sent { at_ns } if !late(at_ns));
+            sent && it.access == miss.access
+        });
+        let known = page.iter().position(|it| miss.is_as(it.iova, it.access));
+        let at = known.unwrap_or(page.len());
+        if known.is_none() {
+            page.push(Pending::new(miss, now_ns, self.number()));
+            list.pending += 1;
+        }
+        let found = &mut page[at];
         let send = match found.state {
-            State::Unsent => true,
+            State::Held { since_ns } => !awaited || late(since_ns),
             State::Sent { at_ns } => {
-                let late = now_ns >= at_ns.saturating_add(self.times.again_ns);
-                miss.again = late.then(|| self.number());
-                late
+                miss.again = late(at_ns).then(|| self.number());
+                late(at_ns)
             }
             State::Refused { .. } => {
                 // A new miss. Waiters that have not seen the refusal yet still will, in `refused`.
                 let refused = found.refused;
-                *found = Pending { refused, ..Pending::new(iova, now_ns, self.number()) };
-                true
+                *found = Pending { refused, ..Pending::new(miss, now_ns, self.number()) };
+                !awaited
             }
         };
         if send {
@@ -426,7 +403,8 @@ impl Misses {
             miss.iova = found.iova;
             found.state = State::Sent { at_ns: now_ns };
         }
-        found.add(waiter, iova);
+        found.noted_ns = now_ns;
+        add(&mut found.waiters, waiter);
         send
     }
 
@@ -434,10 +412,12 @@ impl Misses {
     pub(crate) fn unsent(&self, misses: &[Miss]) {
         let mut list = self.list.lock();
         for miss in misses {
-            if let Some(found) = list.pending.get_mut(&miss.key())
-                && matches!(found.state, State::Sent { .. })
-            {
-                found.state = State::Unsent;
+            for found in list.pages.get_mut(&miss.page()).into_iter().flatten() {
+                if let State::Sent { at_ns: since_ns } = found.state
+                    && miss.is_as(found.iova, found.access)
+                {
+                    found.state = State::Held { since_ns };
+                }
             }
         }
     }
@@ -450,18 +430,11 @@ impl Misses {
         if self.taken.load(Ordering::Relaxed) == 0 {
             return;
         }
-        self.change(range, |pending, access, woken| {
-            if !prot.allows(access) {
-                return false;
-            }
-            // A front end's pages are usually no smaller than ours. If they are, this may satisfy
-            // some of the waiters only, and the miss stays open.
-            for waiting in pending.waiters.iter() {
-                if waiting.first <= range.last() && range.first() <= waiting.last {
-                    woken.add(&waiting.waiter);
-                }
-            }
-            range.contains(pending.iova)
+        let granule = |iova: Iova| iova.0 / GRANULE;
+        let granules = granule(range.first())..=granule(range.last());
+        // If it is for part of a granule, it may satisfy some of the waiters only: the others miss again.
+        self.change(range, |pending, _| {
+            prot.allows(pending.access) && granules.contains(&granule(pending.iova))
         });
     }
 
@@ -475,20 +448,22 @@ impl Misses {
         now_ns: u64,
     ) -> Vec<Miss> {
         let mut refused = Vec::new();
-        self.change(range, |pending, wanted, woken| {
+        self.change(range, |pending, woken| {
             let open = !matches!(pending.state, State::Refused { .. });
-            // A translation came after that miss and is gone again: the open miss is a later one.
-            let stale = number.is_some_and(|number| number < pending.number);
+            // A translation came after that miss and is gone again: the open miss is a later one. One that
+            // is held may have been mapped since the front end looked.
+            let held = matches!(pending.state, State::Held { .. });
+            let stale = number.map_or(held, |number| number < pending.number);
             // An access that needs less may still be allowed.
-            if !open || stale || !range.contains(pending.iova) || !wanted.contains(access) {
+            if !open || stale || !range.contains(pending.iova) || !pending.access.contains(access) {
                 return false;
             }
-            refused.push(Miss { iova: pending.iova, access: wanted, again: None });
+            refused.push(Miss { iova: pending.iova, access: pending.access, again: None });
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             self.refusing.store(true, Ordering::Relaxed);
             pending.state = State::Refused { until_ns };
-            pending.refused = Some(number.unwrap_or(pending.number));
-            pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
+            pending.refused = number.unwrap_or(pending.number);
+            woken.add(&pending.waiters);
             false
         });
         refused
@@ -498,11 +473,12 @@ impl Misses {
     /// and the miss is still open.
     pub(crate) fn acknowledge(&self, iova: Iova, access: Prot, number: u64) -> bool {
         let mut again = false;
-        self.change(point(iova), |pending, wanted, _| {
+        self.change(point(iova), |pending, _| {
             let open = !matches!(pending.state, State::Refused { .. });
-            if open && wanted == access && pending.number <= number {
-                again = pending.acknowledged > 0;
-                pending.acknowledged = 1;
+            if open && (pending.iova, pending.access) == (iova, access) && pending.number <= number
+            {
+                again = pending.acknowledged;
+                pending.acknowledged = true;
             }
             false
         });
@@ -511,22 +487,22 @@ impl Misses {
 
     /// Removes all misses: every waiter looks again.
     pub(crate) fn clear(&self) {
-        self.change(Range::ALL, |_, _, _| true);
+        self.change(Range::ALL, |_, _| true);
     }
 
     /// Shows what needs no lock to be read.
     fn show(&self, list: &mut List) {
-        self.taken.store(list.pending.len(), Ordering::Relaxed);
-        if list.pending.is_empty() {
+        self.taken.store(list.pending, Ordering::Relaxed);
+        if list.pending == 0 {
             self.refusing.store(false, Ordering::Relaxed);
-            if list.pending.capacity() > 2 * KEPT {
-                list.pending.shrink_to(KEPT);
+            if list.pages.capacity() > 2 * KEPT {
+                list.pages.shrink_to(KEPT);
             }
         }
     }
 
-    fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
-        let mut woken = Woken::NONE;
+    fn change(&self, range: Range, gone: impl FnMut(&mut Pending, &mut Woken) -> bool) {
+        let mut woken = Woken::default();
         let mut list = self.list.lock();
         list.drop_if(range, &mut woken, gone);
         self.show(&mut list);
@@ -539,6 +515,8 @@ pub(crate) fn point(iova: Iova) -> Range {
     Range::new(iova, iova).expect("an address is not below itself")
 }
 
+#[cfg(all(test, not(loom)))]
+mod oracle;
 #[cfg(all(test, not(loom)))]
 mod tests;
 

@@ -8,7 +8,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
 };
@@ -24,6 +24,7 @@ use ringfence_virtq::{
     Chain,
     device::{Queue, RingConfig},
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{F_EVENT_IDX, F_INDIRECT, F_PACKED, F_VERSION_1};
 
@@ -52,6 +53,10 @@ pub(crate) enum Script {
     WriteAll,
     /// Hangs up.
     HangUp,
+    /// Loses kicks, as back ends of rust-vmm's do while a ring is disabled. Once it is enabled, `Kicked`.
+    Deaf,
+    /// Looks at its ring only when it is kicked, and is honest.
+    Kicked,
 }
 
 /// What it sends instead of its first reply, which is to GET_FEATURES.
@@ -108,6 +113,8 @@ pub(crate) struct Seen {
     /// How many chains it has.
     pub(crate) has: Mutex<usize>,
     pub(crate) script: Mutex<Option<Script>>,
+    /// How many kicks it has lost.
+    pub(crate) lost: AtomicUsize,
     connection: Mutex<Option<Shutdown>>,
     /// No connection is to be served any more.
     pub(crate) over: AtomicBool,
@@ -239,7 +246,11 @@ impl Handler for Scripted {
         Ok(thread.join().unwrap())
     }
 
-    fn enable_ring(&mut self, _: u16, _: bool) -> Result<(), HandlerError> {
+    fn enable_ring(&mut self, _: u16, enabled: bool) -> Result<(), HandlerError> {
+        let mut script = self.seen.script.lock();
+        if enabled && *script == Some(Script::Deaf) {
+            *script = Some(Script::Kicked);
+        }
         Ok(())
     }
 
@@ -269,6 +280,10 @@ impl Work {
     fn run(mut self, over: &AtomicBool) -> u32 {
         let bus = UserAddresses::new(Arc::clone(&self.memory));
         while !over.load(Ordering::Acquire) {
+            if !self.looks() {
+                thread::sleep(std::time::Duration::from_micros(100));
+                continue;
+            }
             // Its script may have destroyed the ring.
             let mut chain = Chain::new();
             while let Ok(true) = self.queue.pop(&bus, &mut chain) {
@@ -286,6 +301,25 @@ impl Work {
             thread::sleep(std::time::Duration::from_micros(100));
         }
         self.queue.next_avail() - self.waiting.len() as u32
+    }
+
+    /// Whether its script lets it look at its ring now.
+    fn looks(&mut self) -> bool {
+        let script = *self.seen.script.lock();
+        if !matches!(script, Some(Script::Deaf | Script::Kicked)) {
+            return true;
+        }
+        // Before the look, as it may sleep after that.
+        let _ = self.queue.enable_kicks();
+        let kick = self.kick.as_ref().expect("a kick");
+        let mut ready = [PollFd::new(kick, PollFlags::IN)];
+        let kicked = poll(&mut ready, Some(&Timespec::default())).unwrap() > 0;
+        event::drain(kick);
+        if script == Some(Script::Deaf) {
+            self.seen.lost.fetch_add(usize::from(kicked), Ordering::Relaxed);
+            return false;
+        }
+        kicked
     }
 
     fn act(&mut self, script: Script, bus: &UserAddresses) {
@@ -339,7 +373,10 @@ impl Work {
     /// Adds an entry to the used ring, past all checks of the queue.
     fn push(&mut self, script: Script, head: u16, used: u32, bus: &UserAddresses) {
         let config = *self.queue.config();
-        if matches!(script, Script::Honest | Script::Untold | Script::WriteAll | Script::Newest) {
+        if matches!(
+            script,
+            Script::Honest | Script::Untold | Script::WriteAll | Script::Newest | Script::Kicked
+        ) {
             self.queue.push_used(head, used);
             let _ = self.queue.publish_used();
             return;

@@ -485,6 +485,10 @@ impl Guest {
         self.main().set_vring_enable(0, false).unwrap();
     }
 
+    pub(crate) fn enable(&mut self) {
+        self.main().set_vring_enable(0, true).unwrap();
+    }
+
     /// Stops the ring, and takes what has come back: it goes on with the chains that have not.
     pub(crate) fn stop(&mut self) {
         let base = self.base().unwrap();

@@ -325,6 +325,29 @@ fn what_a_back_end_completes_while_its_ring_is_disabled_is_completed_once() {
     }
 }
 
+/// The kick came while the back end was busy, and the ring was disabled when it looked.
+#[test]
+fn a_kick_that_a_back_end_has_lost_is_given_again_when_its_ring_is_enabled() {
+    for front in [0, F_PACKED] {
+        let far = Far::new(0);
+        let mut guest = Guest::new(&far.path(), front, 23);
+        works(&mut guest, 5);
+        far.obeys(Script::Deaf);
+        let begun = Instant::now();
+        while far.seen.lost.load(Ordering::Relaxed) == 0 {
+            assert!(begun.elapsed() < LONG, "it gets no kick");
+            if guest.in_flight() < 5 && guest.submit() {
+                guest.publish();
+            }
+            thread::sleep(std::time::Duration::from_millis(1));
+        }
+        guest.disable();
+        guest.enable();
+        guest.wait(0, true);
+        guest.check();
+    }
+}
+
 #[test]
 fn a_pool_of_no_bytes_is_one_page() {
     let far = Far::new(F_INDIRECT);

@@ -124,7 +124,7 @@ impl Looker {
 
 /// A miss without an access cannot be sent.
 fn miss_access(prot: Prot) -> Prot {
-    if prot.intersects(Prot::RW) { prot } else { Prot::READ }
+    if prot.intersects(Prot::RW) { prot & Prot::RW } else { Prot::READ }
 }
 
 /// Offline again, whatever happens.

@@ -41,10 +41,14 @@ impl World {
 
     /// Looks once. Returns whether the page was there, and whether a miss must be sent.
     fn look(&self, waiter: &Arc<Waiter>) -> (bool, bool) {
+        self.look_at(miss(), waiter)
+    }
+
+    fn look_at(&self, miss: Miss, waiter: &Arc<Waiter>) -> (bool, bool) {
         if self.there() {
             return (true, false);
         }
-        let mut wanted = vec![miss()];
+        let mut wanted = vec![miss];
         self.misses.note(&mut wanted, waiter, 0, |_| self.there());
         (false, !wanted.is_empty())
     }
@@ -71,16 +75,17 @@ fn no_update_is_lost() {
     });
 }
 
-/// Two views miss the same page, one miss is sent, and its update wakes both.
+/// Two views miss the same page, each another part of it; one miss is sent, and its update wakes both.
 #[test]
 fn one_miss_serves_all_waiters() {
     check(|| {
         let world = World::new();
         let waiters = [(); 2].map(|()| Waiter::new(Box::new(|| ())));
-        let views = waiters.clone().map(|waiter| {
-            let world = Arc::clone(&world);
+        let views = [0, 1].map(|at| {
+            let (world, waiter) = (Arc::clone(&world), Arc::clone(&waiters[at]));
+            let miss = Miss { iova: Iova(0x1000 + 0xe00 * at as u64), ..miss() };
             thread::spawn(move || {
-                let (there, sends) = world.look(&waiter);
+                let (there, sends) = world.look_at(miss, &waiter);
                 if sends {
                     // The front end sends updates for misses only.
                     world.update();

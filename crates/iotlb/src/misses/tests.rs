@@ -39,13 +39,12 @@ fn one_miss_for_a_page_and_an_access_however_many_waiters() {
     }
     assert_eq!(misses.open(), 2);
     // Sent again, with the address that was sent first.
-    assert_eq!(
-        note(&misses, &[miss(0x1800, Prot::READ)], &second, 20),
-        [Miss { again: Some(3), ..read }]
-    );
+    let again = note(&misses, &[miss(0x1300, Prot::READ)], &second, 20);
+    assert!(matches!(again[..], [Miss { again: Some(_), iova: Iova(0x1234), .. }]), "{again:?}");
     assert_eq!(note(&misses, &[read], &first, 21), []);
     misses.update(pages(1, 1), Prot::READ);
     assert_eq!((first.updates(), second.updates(), misses.open()), (1, 1, 1));
+    assert_eq!(misses.listed(), 1, "those that were held back got the update too");
 }
 
 #[test]
@@ -80,6 +79,61 @@ fn an_update_for_part_of_a_page_strands_no_waiter() {
     // The miss is resolved, but not for all waiters: the others send a new one.
     misses.update(Range::from_len(Iova(0x1000), 0x800).unwrap(), Prot::READ);
     assert_eq!((low.updates(), high.updates(), misses.open()), (1, 2, 0));
+}
+
+/// One of them is mapped, the other is not.
+#[test]
+fn a_miss_of_another_part_of_the_page_is_sent_once_the_first_is_refused() {
+    // rule D17
+    let misses = Misses::new(100, TIMES, 7);
+    let (bad, good) = (waiter(), waiter());
+    let both = [miss(0x1000, Prot::READ), miss(0x1e00, Prot::READ)];
+    let since = misses.count();
+    assert_eq!(note(&misses, &both[..1], &bad, 0), both[..1]);
+    assert_eq!(note(&misses, &both[1..], &good, 1), []);
+    let refused = |at: usize, waiter: &Arc<Waiter>| {
+        [None, Some(since)]
+            .map(|since| misses.is_refused((both[at].iova, Prot::READ), since, waiter, || 3))
+    };
+    assert_eq!(misses.refuse(point(Iova(0x1000)), Prot::READ, None, 2), both[..1]);
+    assert_eq!((bad.updates(), good.updates()), (1, 1), "it looks again, and sends its own");
+    assert_eq!((refused(0, &bad), refused(1, &good)), ([true; 2], [false; 2]));
+    assert_eq!(note(&misses, &both[1..], &good, 3), both[1..]);
+    // While that one is on its way, the first is held back in its turn, and its refusal is not lost.
+    assert_eq!(note(&misses, &both[..1], &waiter(), 4), []);
+    assert_eq!(refused(0, &bad), [false, true]);
+    misses.update(Range::from_len(Iova(0x1e00), 0x200).unwrap(), Prot::READ);
+    assert_eq!((good.updates(), misses.listed()), (2, 1));
+}
+
+/// The front end found nothing in the page before the second access began.
+#[test]
+fn a_refusal_of_the_page_is_no_answer_to_what_is_held_back() {
+    let misses = Misses::new(100, TIMES, 7);
+    let (early, late) = (waiter(), waiter());
+    note(&misses, &[miss(0x1000, Prot::READ)], &early, 0);
+    let since = misses.count();
+    assert_eq!(note(&misses, &[miss(0x1e00, Prot::READ)], &late, 1), []);
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 2).len(), 1);
+    for since in [None, Some(since)] {
+        assert!(!misses.is_refused((Iova(0x1e00), Prot::READ), since, &late, || 3));
+    }
+    assert_eq!((early.updates(), late.updates()), (1, 1));
+    assert_eq!(note(&misses, &[miss(0x1e00, Prot::READ)], &late, 3).len(), 1);
+}
+
+#[test]
+fn a_miss_is_held_back_no_longer_than_the_other_is_waited_for() {
+    let misses = Misses::new(100, TIMES, 7);
+    let (first, second) = (waiter(), waiter());
+    let both = [miss(0x1000, Prot::READ), miss(0x1e00, Prot::READ)];
+    assert_eq!(note(&misses, &both[..1], &first, 0), both[..1]);
+    assert_eq!(note(&misses, &both[1..], &second, 15), []);
+    // The first gets no answer at all, and is sent again in time.
+    assert_eq!(note(&misses, &both[..1], &first, 20).len(), 1);
+    assert_eq!(note(&misses, &both[1..], &second, 34), []);
+    assert_eq!(note(&misses, &both[1..], &second, 35), both[1..]);
+    assert_eq!(misses.open(), 2);
 }
 
 #[test]
@@ -288,8 +342,7 @@ fn an_update_of_few_pages_or_many_resolves_those_and_no_others() {
         let (from, to) = ((base + first) * PAGE, (base + first + count - 1) * PAGE);
         let range = Range::new(Iova(from), Iova(to)).unwrap();
         let updated = |iova| from <= iova && iova <= to;
-        let listed =
-            |iova, access| misses.list.lock().pending.contains_key(&miss(iova, access).key());
+        let listed = |iova, access| misses.list.lock().get(Iova(iova), access).is_some();
         assert_eq!(misses.refuse(range, Prot::WRITE, None, 1).len() as u64, 2 * count);
         assert_eq!(misses.listed() as u64, 3 * PAGES, "what is refused stays listed");
         misses.update(range, Prot::WRITE);
@@ -305,7 +358,7 @@ fn a_list_that_was_long_gives_its_memory_back() {
     let misses = Misses::new(16 << 10, TIMES, 7);
     let wanted: Vec<Miss> = (0..16 << 10).map(|page| miss(page * PAGE, Prot::READ)).collect();
     note(&misses, &wanted, &waiter(), 0);
-    let room = || misses.list.lock().pending.capacity();
+    let room = || misses.list.lock().pages.capacity();
     assert!(room() >= 16 << 10);
     misses.clear();
     assert!(room() <= 2 * KEPT, "{}", room());

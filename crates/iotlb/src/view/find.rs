@@ -121,7 +121,7 @@ impl View {
     /// after a quiet point, and while the table stays as it is, the access finds all that was found
     /// here.
     ///
-    /// Misses beyond the first 256 pages are sent once these have arrived.
+    /// Misses beyond the first 256 are sent once these have arrived.
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
         let Some(last) = len.checked_sub(1).and_then(|more| addr.checked_add(more)) else {
             return true;
@@ -207,7 +207,7 @@ fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
     let mut misses = misses.borrow_mut();
     let room = misses.len() < BATCH;
     // A duplicate further back is found when they are sent; here it only takes room.
-    if room && !misses.iter().rev().take(NEAR).any(|other| other.key() == miss.key()) {
+    if room && !misses.iter().rev().take(NEAR).any(|other| other.is_as(miss.iova, miss.access)) {
         misses.push(miss);
     }
     room
