@@ -40,6 +40,7 @@ pub mod testing;
 
 pub use chain::{Chain, Desc, cut};
 pub use error::{AddError, Area, ChainFault, RingError};
+pub use packed::RingPos;
 
 /// Feature (bit 28): descriptors may refer to a table of descriptors (`VIRTIO_F_INDIRECT_DESC`).
 pub const F_INDIRECT_DESC: u64 = 1 << 28;

@@ -15,13 +15,13 @@ use crate::{
     ring::Place,
 };
 
-/// A place in the ring: the descriptor, and the wrap counter of the lap.
+/// A place in a packed ring: the descriptor, and the wrap counter of the lap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RingPos {
+pub struct RingPos {
     /// Below the queue's size.
-    pub(crate) at: u16,
+    pub at: u16,
     /// True in the first lap, false in the second, and so on.
-    pub(crate) wrap: bool,
+    pub wrap: bool,
 }
 
 impl RingPos {
@@ -30,7 +30,7 @@ impl RingPos {
 
     /// `steps` descriptors further, at most the ring's length.
     #[inline]
-    pub(crate) fn forward(self, steps: u16, size: u16) -> RingPos {
+    pub fn forward(self, steps: u16, size: u16) -> RingPos {
         // Both are at most 2^15, and the place is less: no overflow.
         let at = self.at + steps;
         if at < size { RingPos { at, ..self } } else { RingPos { at: at - size, wrap: !self.wrap } }
@@ -38,7 +38,7 @@ impl RingPos {
 
     /// `steps` descriptors back, at most the ring's length.
     #[inline]
-    pub(crate) fn back(self, steps: u16, size: u16) -> RingPos {
+    pub fn back(self, steps: u16, size: u16) -> RingPos {
         match self.at.checked_sub(steps) {
             Some(at) => RingPos { at, ..self },
             None => RingPos { at: self.at + size - steps, wrap: !self.wrap },
@@ -59,13 +59,13 @@ impl RingPos {
 
     /// As in event structures and vhost-user: the wrap counter in bit 15.
     #[inline]
-    pub(crate) fn bits(self) -> u16 {
+    pub fn bits(self) -> u16 {
         self.at | u16::from(self.wrap) << 15
     }
 
     /// From an event structure, which the peer writes: it may lie outside the ring.
     #[inline]
-    pub(crate) fn from_bits(bits: u16) -> RingPos {
+    pub fn from_bits(bits: u16) -> RingPos {
         RingPos { at: bits & 0x7fff, wrap: bits >> 15 != 0 }
     }
 

@@ -1,5 +1,10 @@
 //! The in-flight region of a packed ring.
 
+use ringfence_virtq::{
+    RingPos,
+    layout::packed::{DESC_F_AVAIL, DESC_F_USED},
+};
+
 use super::{InflightError, Part, broken};
 
 /// Bytes before the entries: features, version, size, then these.
@@ -20,10 +25,6 @@ const COUNTER: usize = 8;
 /// id, flags (u16 each), len (u32).
 const WHAT: usize = 16;
 const ADDR: usize = 24;
-
-/// VIRTQ_DESC_F_AVAIL and VIRTQ_DESC_F_USED.
-const AVAIL: u16 = 1 << 7;
-const USED_BIT: u16 = 1 << 15;
 
 fn entry(index: u16) -> usize {
     HEAD + usize::from(index) * ENTRY
@@ -49,31 +50,6 @@ pub struct PackedBuffer {
     pub slot: u16,
     /// Its descriptors, in order.
     pub descriptors: Vec<PackedDescriptor>,
-}
-
-/// A position in a packed ring, with its wrap counter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct RingPos {
-    index: u16,
-    wrap: bool,
-}
-
-impl RingPos {
-    fn advance(self, by: u16, size: u16) -> RingPos {
-        // Both are at most 2^15.
-        let index = self.index + by;
-        match index.checked_sub(size) {
-            Some(index) => RingPos { index, wrap: !self.wrap },
-            None => RingPos { index, wrap: self.wrap },
-        }
-    }
-
-    fn back(self, by: u16, size: u16) -> RingPos {
-        match self.index.checked_sub(by) {
-            Some(index) => RingPos { index, wrap: self.wrap },
-            None => RingPos { index: self.index + (size - by), wrap: !self.wrap },
-        }
-    }
 }
 
 /// A packed ring's in-flight entries, recorded for the next process.
@@ -114,8 +90,7 @@ impl PackedInflight {
     ) -> Result<(PackedInflight, Vec<PackedBuffer>), E> {
         let size = part.size;
         if part.is_new()? {
-            let used = RingPos { index: (base >> 16 & 0x7fff) as u16, wrap: base >> 31 != 0 };
-            let used = Self::checked(used, ring)?;
+            let used = Self::checked(RingPos::from_bits((base >> 16) as u16), ring)?;
             part.clear(entry(size));
             for index in 0..size {
                 part.put16(entry(index) + NEXT, index + 1);
@@ -128,8 +103,8 @@ impl PackedInflight {
         let mut free_head = part.get16(OLD_FREE_HEAD);
         let mut used = old;
         if now != old {
-            let flags = flags_at(old.index)? & (AVAIL | USED_BIT);
-            let available = if old.wrap { AVAIL } else { USED_BIT };
+            let flags = flags_at(old.at)? & (DESC_F_AVAIL | DESC_F_USED);
+            let available = if old.wrap { DESC_F_AVAIL } else { DESC_F_USED };
             // The driver was shown the batch: what was recorded of it holds.
             if flags != available {
                 free_head = part.get16(FREE_HEAD);
@@ -199,7 +174,7 @@ impl PackedInflight {
         if taken > ring {
             return Err(broken("the number of descriptors in flight", taken).into());
         }
-        let available = used.advance(taken, ring);
+        let available = used.forward(taken, ring);
         let batch = Vec::with_capacity(size.into());
         let inflight =
             PackedInflight { part, ring, counter, free_head, links, used, available, batch };
@@ -207,20 +182,20 @@ impl PackedInflight {
     }
 
     fn checked(place: RingPos, size: u16) -> Result<RingPos, InflightError> {
-        if place.index < size {
+        if place.at < size {
             return Ok(place);
         }
-        Err(broken("the used index", place.index))
+        Err(broken("the used index", place.at))
     }
 
     fn get_used(part: &Part) -> (RingPos, RingPos) {
         let [a, b, c, d, wrap, old_wrap, ..] = part.get64(USED).to_ne_bytes();
-        let place = |index, wrap| RingPos { index: u16::from_ne_bytes(index), wrap: wrap != 0 };
+        let place = |index, wrap| RingPos { at: u16::from_ne_bytes(index), wrap: wrap != 0 };
         (place([a, b], wrap), place([c, d], old_wrap))
     }
 
     fn put_used(part: &Part, now: RingPos, old: RingPos) {
-        let ([a, b], [c, d]) = (now.index.to_ne_bytes(), old.index.to_ne_bytes());
+        let ([a, b], [c, d]) = (now.at.to_ne_bytes(), old.at.to_ne_bytes());
         let bytes = [a, b, c, d, now.wrap.into(), old.wrap.into(), 0, 0];
         part.put64(USED, u64::from_ne_bytes(bytes));
     }
@@ -228,8 +203,7 @@ impl PackedInflight {
     /// Where the ring goes on: behind all that was taken, and where the next used descriptor goes
     /// (see [`RingSetup::base`](crate::RingSetup::base)).
     pub fn base(&self) -> u32 {
-        let half = |place: RingPos| u32::from(place.index) | u32::from(place.wrap) << 15;
-        half(self.available) | half(self.used) << 16
+        u32::from(self.available.bits()) | u32::from(self.used.bits()) << 16
     }
 
     /// Takes a buffer of these descriptors; call it before the buffer has any effect. Returns its
@@ -266,7 +240,7 @@ impl PackedInflight {
             self.part.put16(FREE_HEAD, self.free_head);
         }
         self.links[usize::from(slot)].num = descriptors.len() as u16;
-        self.available = self.available.advance(descriptors.len() as u16, self.ring);
+        self.available = self.available.forward(descriptors.len() as u16, self.ring);
         // Before this store, the buffer counts as not taken.
         self.part.put16(OLD_FREE_HEAD, self.free_head);
         Some(slot)
@@ -290,7 +264,7 @@ impl PackedInflight {
         let old = self.used;
         for at in 0..self.batch.len() {
             let num = self.free(self.batch[at]);
-            self.used = self.used.advance(num, self.ring);
+            self.used = self.used.forward(num, self.ring);
         }
         Self::put_used(&self.part, self.used, old);
         show();
