@@ -161,28 +161,17 @@ fn maps<D: Domain, A: Allocator>(
 ) -> Result<Calibration, Error> {
     let granule = shared.limits.granule();
     let size = granule.checked_mul(BATCH).ok_or(Error::TooLong)?;
-    // Memory that the domain's devices can reach anyway while it is a slot.
-    let mut slot = client.take(size, Direction::ToDevice, Location::caller())?;
-    // It is mapped at another address, where no earlier data may be readable.
-    slot.zero(0..slot.dirty);
-    slot.dirty = 0;
-    let mut safe = true;
-    let result = match client.target(&slot) {
-        Some(target) => measure(shared, (target, slot.direction.prot()), is_late, &mut safe),
-        None => Err(Error::Unstable),
-    };
-    if safe {
-        client.give_back(slot);
-    } else {
-        // The device may still reach it through a quarantined address.
-        client.quarantine(slot);
-    }
-    result
+    // Memory as that of slots, which the domain's devices may reach.
+    client.with_memory(size, |target| {
+        let mut safe = true;
+        let memory = (target, Direction::ToDevice.prot());
+        (measure(shared, memory, is_late, &mut safe), safe)
+    })?
 }
 
 fn measure<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
-    slot: (D::Target, Prot),
+    memory: (D::Target, Prot),
     is_late: &dyn Fn() -> bool,
     safe: &mut bool,
 ) -> Result<Calibration, Error> {
@@ -191,7 +180,7 @@ fn measure<D: Domain, A: Allocator>(
     let mut timed = |count: u64| -> Result<(u64, u64), Error> {
         let (mut calls, mut number) = ([0; REPEATS + 1], 0);
         let all_ns = median(clock, EACH_MAP_NS, || {
-            calls[number] = pair(shared, slot, count, safe)?;
+            calls[number] = pair(shared, memory, count, safe)?;
             number += 1;
             Ok(())
         })?;
@@ -216,11 +205,11 @@ fn measure<D: Domain, A: Allocator>(
     })
 }
 
-/// Maps `count` granules of a slot one by one, and unmaps them, with two syncs for all. Returns the
+/// Maps `count` granules of `memory` one by one, and unmaps them, with two syncs for all. Returns the
 /// time without the syncs. `safe` becomes false if the device may still reach them.
 fn pair<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
-    slot: (D::Target, Prot),
+    memory: (D::Target, Prot),
     count: u64,
     safe: &mut bool,
 ) -> Result<u64, Error> {
@@ -234,7 +223,7 @@ fn pair<D: Domain, A: Allocator>(
     let request = Request::new(size).limit(shared.limit);
     let base = shared.allocator.alloc(&request).map_err(Error::NoIova)?;
     let range = Range::from_len(Iova(base), size).ok_or(Error::TooLong)?;
-    let mapped = (0..count).try_for_each(|number| map(shared, slot, range, number * granule));
+    let mapped = (0..count).try_for_each(|number| map(shared, memory, range, number * granule));
     let mapped_ns = clock.now_ns();
     let mapped = mapped.and_then(|()| Ok(shared.domain.iotlb_sync_map(range)?));
     let mut gather = Gather::new();
@@ -251,7 +240,7 @@ fn pair<D: Domain, A: Allocator>(
     Ok(parts.iter().fold(0, |sum, (from, to)| sum + to.saturating_sub(*from)))
 }
 
-/// Maps the granule at `offset` of a slot to the same place of `range`.
+/// Maps the granule at `offset` of the memory to the same place of `range`.
 fn map<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
     (target, prot): (D::Target, Prot),
@@ -263,7 +252,7 @@ fn map<D: Domain, A: Allocator>(
     let at = range.first().0.checked_add(offset).map(Iova);
     let granule = at.and_then(|iova| Range::from_len(iova, granule));
     let (Some(target), Some(granule)) = (target, granule) else { return Err(Error::Unstable) };
-    // SAFETY: memory of the slot, as the pools know it, which its owner keeps, for ever if the unmap fails (`safe`).
+    // SAFETY: memory of the pools, which the client keeps, for ever if the unmap fails (`safe`).
     Ok(shared.domain.map(unsafe { Map::of(granule, target, prot) })?)
 }
 

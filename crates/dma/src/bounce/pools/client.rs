@@ -166,33 +166,22 @@ impl<T: Address> Client<T> {
         self.account.held.fetch_sub(size, Ordering::Relaxed);
     }
 
-    /// Where a slot's memory is, in the addresses that a domain maps to.
-    pub(crate) fn target(&self, slot: &Slot) -> Option<T> {
+    /// Gives `job` zeroed memory of `len` bytes, which is in no slot and which no device reaches yet.
+    /// `job` also returns whether none reaches it afterwards; else it is never used again.
+    pub(crate) fn with_memory<R>(
+        &self,
+        len: u64,
+        job: impl FnOnce(T) -> (R, bool),
+    ) -> Result<R, Error> {
         let inner = &*self.pools.0;
-        let class = inner.class_of(slot.range.extent() + 1);
-        let chunk = match class.and_then(|class| inner.zone_at(class, slot.range)) {
-            Some(zone) => zone.chunk(zone.number(slot.range.first())),
-            None => inner.singles.chunk(slot.range.first()),
-        };
-        chunk.map(|chunk| chunk.target)
-    }
-
-    /// Takes a slot back whose memory the device may also reach by other addresses: it is never
-    /// used again. A single-use slot stays charged to the device, as all quarantined single-use
-    /// slots do.
-    #[cold]
-    pub(crate) fn quarantine(&self, slot: Slot) {
-        let inner = &*self.pools.0;
-        let size = slot.range.extent() + 1;
-        let class = inner.class_of(size);
-        match class.and_then(|class| inner.zone_at(class, slot.range)) {
-            Some(zone) => {
-                zone.marks.clear(zone.number(slot.range.first()));
-                inner.quarantine(&zone, 1, 0);
-                self.account.held.fetch_sub(size, Ordering::Relaxed);
-            }
-            None => inner.quarantine_single(&slot),
+        let chunk = inner.take_memory(len)?;
+        let (result, safe) = job(chunk.target);
+        if safe {
+            inner.give_back_memory(chunk)
+        } else {
+            inner.note_quarantine(len)
         }
+        Ok(result)
     }
 
     #[inline]

@@ -317,7 +317,7 @@ impl<T: Address> Inner<T> {
         rest.is_ok_and(|rest| self.allocator.free(rest, size).is_ok())
     }
 
-    /// Memory for a slot, zeroed.
+    /// Memory for a slot or for a calibration, zeroed.
     fn take_memory(&self, len: u64) -> Result<Chunk<T>, Error> {
         // Aligned so that it can be mapped with the largest pages that fit its size.
         let multiple_of = 1 << len.trailing_zeros().min(63);
@@ -334,7 +334,8 @@ impl<T: Address> Inner<T> {
 
     fn give_back_memory(&self, chunk: Chunk<T>) {
         self.usage.memory.fetch_sub(chunk.len, Ordering::Relaxed);
-        // SAFETY: it was taken of this memory for a slot, whose unmap is over, and which is no more.
+        // SAFETY: it was taken of this memory for a slot or a calibration, whose unmap is over, and which
+        // is no more.
         unsafe { self.memory.give_back(chunk) };
     }
 }

@@ -29,11 +29,6 @@ impl<T: Copy> Singles<T> {
         (singles.len() as u64, singles.values().map(|single| single.range.extent() + 1).sum())
     }
 
-    /// The memory of the slot at this address.
-    pub(super) fn chunk(&self, first: Iova) -> Option<Chunk<T>> {
-        self.0.lock().get(&first.0).map(|single| single.chunk)
-    }
-
     /// All slots for one use.
     pub(super) fn held(&self) -> Vec<Single<T>> {
         self.0.lock().values().copied().collect()
@@ -93,12 +88,5 @@ impl<T: Address> Inner<T> {
         let _ = self.allocator.free(first, size);
         self.give_back_memory(single.chunk);
         true
-    }
-
-    /// Forgets the slot: neither its memory nor its addresses are used again.
-    pub(super) fn quarantine_single(&self, slot: &Slot) {
-        if self.singles.0.lock().remove(&slot.range.first().0).is_some() {
-            self.note_quarantine(slot.range.extent() + 1);
-        }
     }
 }
