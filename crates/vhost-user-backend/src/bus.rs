@@ -170,9 +170,6 @@ impl Translate for Bus {
     }
 
     fn check(&self) -> Result<(), AccessError> {
-        match self {
-            Bus::Iommu(view) => view.check(),
-            Bus::Physical(physical) => physical.check(),
-        }
+        each!(self, bus => bus.check())
     }
 }

@@ -331,7 +331,7 @@ impl<D: RawDevice> Drop for Backend<D> {
 impl<D: RawDevice> Handler for Backend<D> {
     fn connected(&mut self, connection: Shutdown) {
         if let Some(translation) = &mut self.translation {
-            translation.set_connection(connection.clone());
+            translation.connection = Some(connection.clone());
         }
         self.device.connected(&connection);
         self.connection = Some(connection);

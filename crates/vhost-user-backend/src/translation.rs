@@ -30,8 +30,9 @@ pub(crate) struct Translation {
     /// What views are made from.
     pub(crate) endpoint: Arc<Endpoint>,
     memory: Option<Arc<Memory>>,
-    /// The front end's connection, once it is served.
-    connection: Option<Shutdown>,
+    /// The connection of the front end whose messages come from now on, once it is served. Waits
+    /// for the effect of its messages last as long as it is there.
+    pub(crate) connection: Option<Shutdown>,
     /// Messages that were begun and are still to be waited for: empty between uses, kept for its
     /// allocation.
     begun: Vec<Result<u64, HandlerError>>,
@@ -71,12 +72,6 @@ impl Translation {
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
         Translation { iotlb, endpoint, memory: None, connection: None, begun: Vec::new() }
-    }
-
-    /// Sets the front end whose messages come from now on. Waits for the effect of its messages
-    /// last as long as it is there.
-    pub(crate) fn set_connection(&mut self, connection: Shutdown) {
-        self.connection = Some(connection);
     }
 
     /// Sets the channel for misses; `None`: the front end is gone.
@@ -321,7 +316,7 @@ mod tests {
         let shootdown = Arc::clone(translation.iotlb.shootdown());
         let (front, ours) = UnixStream::pair().unwrap();
         let server = Server::new(ours, NoDevice);
-        translation.set_connection(server.shutdown_handle());
+        translation.connection = Some(server.shutdown_handle());
         let mut view = View::new(Arc::clone(&translation.endpoint), memory).unwrap();
         let (user_addr, access) = (ram.user_addr(), Some(Access::ReadWrite));
         let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };

@@ -38,9 +38,9 @@ impl Deadline {
 pub(crate) struct Channel {
     pub(crate) stream: Arc<PeerFd>,
     /// The time-out for a peer to finish a message that it began, to take one, or to reply.
-    timeout: Duration,
-    /// Another process takes over the connection.
-    left: bool,
+    pub(crate) timeout: Duration,
+    /// Another process takes over the connection: dropping this does not end it.
+    pub(crate) left: bool,
 }
 
 impl Channel {
@@ -49,10 +49,6 @@ impl Channel {
         // anything to read.
         let _ = sockopt::set_socket_oobinline(&stream, true);
         Channel { stream: Arc::new(stream), timeout, left: false }
-    }
-
-    pub(crate) fn set_timeout(&mut self, timeout: Duration) {
-        self.timeout = timeout;
     }
 
     /// Waits until the socket can be read or written.
@@ -174,11 +170,6 @@ impl Channel {
         }
         inbox.filled(message.bytes, fds)?;
         Ok(Some(message.bytes != 0))
-    }
-
-    /// Leaves the connection to another process: dropping this does not end it.
-    pub(crate) fn leave(&mut self) {
-        self.left = true;
     }
 
     /// Ends the connection, for both ends.

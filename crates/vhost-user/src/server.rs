@@ -200,7 +200,7 @@ impl<H: Handler> Server<H> {
     /// Sets the time-out for the front end to finish a message that it began, or to take a reply
     /// (10 s by default). Silence between messages is not limited.
     pub fn set_timeout(&mut self, timeout: Duration) {
-        self.channel.set_timeout(timeout);
+        self.channel.timeout = timeout;
     }
 
     /// Limits how many bytes of the front end's files are mapped, its memory and its log (2^64 - 1
@@ -276,7 +276,7 @@ impl<H: Handler> Server<H> {
             true => {
                 let owed = self.backend.as_ref().map_or(Some(0), |own| own.channel.replies_owed());
                 self.keep_stopped(&ran, owed);
-                self.channel.leave();
+                self.channel.left = true;
                 // Leaked on purpose: dropping it would shut the channel down, which the next
                 // process uses. Its reader receives nothing more, and ends with the process.
                 if let Some(backend) = self.backend.take() {

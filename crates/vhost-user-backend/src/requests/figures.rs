@@ -150,18 +150,13 @@ const EVERY_NS: u64 = 5_000_000;
 /// connection is over.
 pub struct Reaper<S: Serve> {
     figures: Arc<RequestFigures<S>>,
-    due_ns: u64,
+    pub(super) due_ns: u64,
 }
 
 impl<S: Serve> Reaper<S> {
     /// For the queues of these figures.
     pub fn new(figures: &Arc<RequestFigures<S>>) -> Reaper<S> {
         Reaper { figures: Arc::clone(figures), due_ns: 0 }
-    }
-
-    /// When it checks again, if it has to.
-    pub(super) fn due(&self) -> u64 {
-        self.due_ns
     }
 }
 

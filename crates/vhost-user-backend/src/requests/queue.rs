@@ -140,10 +140,10 @@ impl<S: Serve> Remains<S> {
 pub struct RequestQueue<S: Serve> {
     // Dropped in this order: `serve` waits for what the kernel still has in progress; only then go
     // the slots, whose memory and leases the kernel uses, and the ring, which keeps the memory.
-    serve: S,
+    pub(super) serve: S,
     slots: Vec<Slot<S::Request>>,
-    ring: device::Queue,
-    log: RingLog,
+    pub(super) ring: device::Queue,
+    pub(super) log: RingLog,
     order: Option<Order>,
     recorded: Option<Recorded>,
     /// Set while the ring is not mapped.
@@ -153,7 +153,7 @@ pub struct RequestQueue<S: Serve> {
     /// Requests that can neither be completed nor be put back: where the ring goes on is unknown.
     lost: bool,
     /// The front end has sent no base: the record has it, once that is opened.
-    at_used: bool,
+    pub(super) at_used: bool,
     /// How often the endpoint had been rebound when the ring was last found.
     found: Option<u64>,
     parked: Parked,
@@ -231,16 +231,6 @@ impl<S: Serve> RequestQueue<S> {
         &self.serve
     }
 
-    /// The same, to change it.
-    pub(super) fn serve_mut(&mut self) -> &mut S {
-        &mut self.serve
-    }
-
-    /// The ring goes on where its record says, and nowhere else is known.
-    pub(super) fn set_at_used(&mut self) {
-        self.at_used = true;
-    }
-
     /// The position at which the ring goes on (see [`RingConfig::base`](device::RingConfig::base));
     /// `None` if it is unknown and the guest may move, as writes are logged. A guest that stays
     /// does not need it: its driver begins anew, as one that shuts down, or the next process reads
@@ -254,16 +244,6 @@ impl<S: Serve> RequestQueue<S> {
     /// Replaces the descriptor that interrupts are sent through.
     pub fn set_call(&mut self, call: Option<Arc<Notifier>>) {
         self.call = call;
-    }
-
-    /// Sets the log that marks what is written.
-    pub(super) fn set_log(&mut self, log: RingLog) {
-        self.log = log;
-    }
-
-    /// The log that marks what is written, and the ring.
-    pub(super) fn log(&mut self) -> (&mut RingLog, &mut device::Queue) {
-        (&mut self.log, &mut self.ring)
     }
 
     /// Makes later completions ring `bell`, for a worker that sleeps.
@@ -539,7 +519,7 @@ impl<S: Serve> RequestQueue<S> {
             // No event signals that it is mapped again, and the driver may omit kicks.
             return away.retry_at;
         }
-        let parked = self.waits().then(|| self.parked.due());
+        let parked = self.waits().then_some(self.parked.at_ns);
         parked.into_iter().chain(self.serve.next_due()).min()
     }
 

@@ -99,12 +99,10 @@ impl<S: Serve> RequestRings<S> {
         // wait.
         let serve = serve(config.size)?;
         let mut queue = RequestQueue::new(own, serve, Arc::clone(&self.name), call);
-        queue.set_log(log);
+        queue.log = log;
+        queue.at_used = at_used;
         if let Some(region) = &self.inflight {
             queue.record(Arc::clone(region), ring);
-        }
-        if at_used {
-            queue.set_at_used();
         }
         let served = Served::new(ring, queue, kick, err, enabled);
         let (name, number, figures) =

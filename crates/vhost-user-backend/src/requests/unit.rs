@@ -140,7 +140,7 @@ impl<S: Serve> RequestUnit<S> {
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
         }
-        self.bus.set_log(queue.log().0.log());
+        self.bus.set_log(queue.log.log());
         match &self.bus {
             bus if bus.iotlb().is_some() => {}
             // A front end that is refused a ring gives the device up for good. The driver may yet
@@ -247,7 +247,7 @@ impl<S: Serve> RequestUnit<S> {
 
     /// What serves the requests of a queue.
     pub fn serve(&mut self, index: u16) -> Option<&mut S> {
-        self.find(index).map(|served| served.queue.serve_mut())
+        self.find(index).map(|served| &mut served.queue.serve)
     }
 
     fn find(&mut self, index: u16) -> Option<&mut Served<S>> {
@@ -264,17 +264,14 @@ impl<S: Serve> Rings for RequestUnit<S> {
             Change::Enabled(enabled) => served.enabled = enabled,
             Change::Call(call) => served.queue.set_call(call),
             Change::Err(err) => served.err = err,
-            Change::Log(at) => {
-                let (log, ring) = served.queue.log();
-                log.set_at(ring, at);
-            }
+            Change::Log(at) => served.queue.log.set_at(&mut served.queue.ring, at),
         }
     }
 
     fn set_memory(&mut self, _: (), memory: &Arc<Memory>) {
         for served in &mut self.queues {
             served.queue.keep(self.bus.memory());
-            served.queue.log().0.set_memory(memory);
+            served.queue.log.set_memory(memory);
         }
         self.bus.set_memory(Arc::clone(memory));
         if let Bus::Physical(_) = self.bus {
@@ -294,8 +291,8 @@ impl<S: Serve> Rings for RequestUnit<S> {
     fn set_log(&mut self, _: (), log: Option<&Arc<DirtyLog>>) {
         self.bus.set_log(log.cloned());
         for served in &mut self.queues {
-            let (ring_log, ring) = served.queue.log();
-            ring_log.set_log(ring, log.cloned(), self.bus.memory());
+            let RequestQueue { log: of_ring, ring, .. } = &mut served.queue;
+            of_ring.set_log(ring, log.cloned(), self.bus.memory());
             served.queue.set_ordered(self.bus.iotlb().is_some() && log.is_some());
         }
     }
@@ -363,7 +360,7 @@ impl<S: Serve> Unit for RequestUnit<S> {
         let working = self.queues.iter().filter(|served| served.works() && !self.held);
         let due = working.filter_map(|served| served.queue.next_due());
         // The hold may end on another worker, and held queues report no time of their own.
-        due.chain(self.reaper.next_due()).chain(self.held.then(|| self.reaper.due())).min()
+        due.chain(self.reaper.next_due()).chain(self.held.then_some(self.reaper.due_ns)).min()
     }
 
     fn waits(&self) -> bool {
@@ -375,7 +372,7 @@ impl<S: Serve> Unit for RequestUnit<S> {
         // Including queues that stop, or have failed.
         let mut more = false;
         for served in &mut self.queues {
-            more |= served.queue.serve_mut().arm();
+            more |= served.queue.serve.arm();
         }
         // A ring that is held is not checked before its time.
         for served in self.queues.iter_mut().filter(|served| served.works() && !self.held) {
@@ -387,7 +384,7 @@ impl<S: Serve> Unit for RequestUnit<S> {
     fn disarm(&mut self) {
         self.bell.disarm();
         for served in &mut self.queues {
-            served.queue.serve_mut().disarm();
+            served.queue.serve.disarm();
             if served.failed.is_none() {
                 served.queue.disarm();
             }

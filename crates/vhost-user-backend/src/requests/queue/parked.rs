@@ -29,7 +29,7 @@ pub(super) struct Parked {
     /// The count of updates and refusals at the last check.
     updates: u64,
     /// When to check all.
-    at_ns: u64,
+    pub(super) at_ns: u64,
 }
 
 impl Parked {
@@ -69,11 +69,6 @@ impl Parked {
     /// Whether an update or a refusal came since the last check.
     pub(super) fn has_updates(&self, updates: u64) -> bool {
         self.updates != updates
-    }
-
-    /// When to check all.
-    pub(super) fn due(&self) -> u64 {
-        self.at_ns
     }
 
     /// Moves those that need not wait any longer, by what `ready` returns for each, into `into`.
