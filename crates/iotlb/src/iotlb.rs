@@ -20,7 +20,7 @@ use ringfence_iommu::{
 };
 use ringfence_sync::{
     Backoff,
-    clock::{Clock, MonotonicClock},
+    clock::{Clock, MonotonicClock, nanos},
 };
 
 use crate::{
@@ -489,10 +489,6 @@ impl Writer {
 /// Counts one more, for the thread that has the writer's lock.
 fn count(counter: &AtomicU64) {
     counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-}
-
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Fed by an IOMMU in this process.

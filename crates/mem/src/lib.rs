@@ -6,7 +6,7 @@
 //! * [`Region`], [`Memory`]: memory of another process, checked and mapped.
 //! * [`Translate`]: the way to reach it; [`Physical`] and [`UserAddresses`] need no IOMMU.
 //! * [`Spans`]: where it lies, by address.
-//! * [`HostSlice`], [`ReadSlice`], [`Window`]: pieces of it, to copy from and to.
+//! * [`HostSlice`], [`ReadSlice`], [`Window`]: pieces of it, to copy from and to; [`soon_written`].
 //! * [`DirtyLog`], [`SharedFile`]: bookkeeping that two processes share.
 //! * [`sigbus`]: survives a truncated file.
 
@@ -31,7 +31,7 @@ pub use memory::Memory;
 pub use ram::{GuestRam, ScatteredView};
 pub use region::Region;
 pub use shared::SharedFile;
-pub use slice::{HostSlice, ReadSlice};
+pub use slice::{HostSlice, ReadSlice, soon_written};
 pub use spans::{Found, Span, Spans};
 pub use translate::{Direct, Physical, UserAddresses};
 

@@ -114,6 +114,22 @@ impl<'m> From<&'m mut [u8]> for HostSlice<'m> {
     }
 }
 
+/// Fetches a line of the processor's cache for exclusive access, before it is written. A hint.
+#[inline]
+pub fn soon_written(line: *mut u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch has no effect on the program, whatever the address. Processors that do not
+    // know this one execute it as a NOP.
+    unsafe {
+        asm!(
+            "prefetchw [{line}]",
+            line = in(reg) line,
+            options(nostack, preserves_flags, readonly),
+        );
+    }
+    let _ = line;
+}
+
 /// A piece of memory that is only read, be it shared or this process's own.
 #[derive(Clone, Copy)]
 pub struct ReadSlice<'m>(HostSlice<'m>);

@@ -5,7 +5,13 @@
 use core::{
     ops::Deref,
     sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
 };
+
+/// A duration in nanoseconds, as a [`Clock`] counts them; at most `u64::MAX`.
+pub fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
 
 /// A source of time.
 pub trait Clock: Send + Sync {

@@ -9,7 +9,7 @@
 
 use core::ptr::NonNull;
 
-use ringfence_mem::Window;
+use ringfence_mem::{Window, soon_written};
 use ringfence_sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use crate::{Area, Desc, RingError, layout};
@@ -286,22 +286,6 @@ impl AvailRing {
 
 /// How many used elements a line of the processor's cache holds.
 const PER_LINE: usize = 8;
-
-/// Fetches a cache line for exclusive access. A hint.
-#[inline]
-fn soon_written(line: *mut u8) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch has no effect on the program, whatever the address. Processors that do not
-    // know this one execute it as a NOP.
-    unsafe {
-        core::arch::asm!(
-            "prefetchw [{line}]",
-            line = in(reg) line,
-            options(nostack, preserves_flags, readonly),
-        );
-    }
-    let _ = line;
-}
 
 impl UsedRing {
     #[inline]

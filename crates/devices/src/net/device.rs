@@ -5,6 +5,7 @@ use std::{io, sync::Arc, time::Duration};
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::Memory;
 use ringfence_run::worker::Worker;
+use ringfence_sync::clock::nanos;
 use ringfence_vhost_user::{HandlerError, Offer, ProtocolFeatures, Shutdown, msg::code};
 use ringfence_vhost_user_backend::{
     Addresses, Backend, Common, IotlbTally, IotlbTotals, RawDevice, RingStart, Shares, read_config,
@@ -275,10 +276,6 @@ impl RawDevice for NetEnd {
         }
         Ok(())
     }
-}
-
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -222,20 +222,9 @@ pub(super) fn soon(piece: HostSlice<'_>) {
 pub(super) fn soon_written(piece: HostSlice<'_>) {
     #[cfg(target_arch = "x86_64")]
     {
-        let own = |line: *mut u8| {
-            // SAFETY: a prefetch has no effect on the program, whatever the address. Processors
-            // that do not know this one take it for a NOP.
-            unsafe {
-                std::arch::asm!(
-                    "prefetchw [{line}]",
-                    line = in(reg) line,
-                    options(nostack, preserves_flags, readonly),
-                );
-            }
-        };
-        own(piece.as_ptr());
+        ringfence_mem::soon_written(piece.as_ptr());
         if piece.len() > LINE {
-            own(piece.as_ptr().wrapping_add(LINE));
+            ringfence_mem::soon_written(piece.as_ptr().wrapping_add(LINE));
         }
     }
     let _ = piece;

@@ -1,8 +1,9 @@
 //! Requests that meet a missing translation.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
 
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
+use ringfence_sync::clock::nanos;
 use ringfence_virtq::{ChainFault, Desc, RingError, device::Glimpse, layout};
 
 use super::{
@@ -235,8 +236,4 @@ fn prefetch(desc: &Desc, bus: &Bus, most: u64) -> bool {
 /// How many pages a buffer touches, at most.
 fn pages(desc: &Desc) -> u64 {
     u64::from(desc.len) / PAGE + 2
-}
-
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
