@@ -89,18 +89,6 @@ impl Mirror {
     /// # Errors
     /// [`Error::Unsupported`]: it leads where there is no memory. Otherwise the domain's.
     pub(super) fn map(&self, mapping: &Mapping) -> Result<()> {
-        match self.pieces(mapping).next() {
-            Some(Ok((range, host))) if range == mapping.range => {
-                self.make(range, host, mapping.prot)?;
-                let synced = self.domain.iotlb_sync_map(range).map(drop);
-                synced.inspect_err(|_| _ = self.unmap(range))
-            }
-            _ => self.map_in_pieces(mapping),
-        }
-    }
-
-    #[cold]
-    fn map_in_pieces(&self, mapping: &Mapping) -> Result<()> {
         // Looked through to the end first, so that in most cases nothing is undone.
         self.pieces(mapping).try_for_each(|piece| piece.map(drop))?;
         let mut made = 0;

@@ -338,8 +338,8 @@ impl<B: Backing> RequestQueue<B> {
         let (status, waits, tail_at) = match reply {
             Reply::Unwritten => return self.leave_unwritten(chain),
             Reply::Status { status, waits } => (status, waits, 0),
-            Reply::ProbeRefused(status) => (status, false, end),
-            Reply::Properties(info) => {
+            Reply::Probe(Err(status)) => (status, false, end),
+            Reply::Probe(Ok(info)) => {
                 let size = usize::try_from(end).unwrap_or(usize::MAX);
                 // If the buffer is as long as `probe_size` requires, tail included, this is all of
                 // it.

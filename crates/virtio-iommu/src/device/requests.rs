@@ -32,15 +32,10 @@ impl<B: Backing> Device<B> {
                 reply[..TAIL_LEN].copy_from_slice(&emit_tail(status));
                 TAIL_LEN as u32
             }
-            Reply::Properties(info) => {
+            Reply::Probe(found) => {
                 let (properties, tail) = reply.split_at_mut(reply.len() - TAIL_LEN);
-                let status = self.emit_properties(&info, properties);
-                tail.copy_from_slice(&emit_tail(status));
-                reply.len().try_into().unwrap_or(u32::MAX)
-            }
-            Reply::ProbeRefused(status) => {
-                let at = reply.len() - TAIL_LEN;
-                reply[at..].copy_from_slice(&emit_tail(status));
+                let emitted = found.map(|info| self.emit_properties(&info, properties));
+                tail.copy_from_slice(&emit_tail(emitted.unwrap_or_else(|refused| refused)));
                 reply.len().try_into().unwrap_or(u32::MAX)
             }
         }
@@ -86,7 +81,7 @@ impl<B: Backing> Device<B> {
             Ok(request) => request,
             Err(ParseError::Short(Kind::Probe)) => {
                 return match self.has(Features::PROBE) {
-                    true => Reply::ProbeRefused(Status::Inval),
+                    true => Reply::Probe(Err(Status::Inval)),
                     // However short: left alone where the feature is not (rule V24).
                     false => Reply::Unwritten,
                 };
@@ -122,12 +117,9 @@ impl<B: Backing> Device<B> {
                     return Reply::Unwritten;
                 }
                 if room - (TAIL_LEN as u64) < self.options.probe_size.into() {
-                    return Reply::ProbeRefused(Status::Inval);
+                    return Reply::Probe(Err(Status::Inval));
                 }
-                match self.backing.endpoint(endpoint) {
-                    Some(info) => Reply::Properties(info),
-                    None => Reply::ProbeRefused(Status::NoEnt),
-                }
+                Reply::Probe(self.backing.endpoint(endpoint).ok_or(Status::NoEnt))
             }
         }
     }
@@ -378,10 +370,8 @@ pub(super) enum Reply {
         /// Whether it may be given only after the session's sync.
         waits: bool,
     },
-    /// The properties of an endpoint, then a tail with the status.
-    Properties(EndpointInfo),
-    /// A tail where the properties end, and none of these.
-    ProbeRefused(Status),
+    /// The properties of an endpoint, unless refused, then a tail where they end.
+    Probe(Outcome<EndpointInfo>),
 }
 
 impl Reply {
