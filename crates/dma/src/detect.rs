@@ -152,7 +152,7 @@ impl Ledger {
     /// Takes a range that is free now, and calls `free` with the ranges that the allocator gets
     /// instead: the oldest, as far as the bounds demand.
     pub(crate) fn retire(&mut self, range: Range, now_ns: u64, free: &mut impl FnMut(Range)) {
-        let bytes = size(range);
+        let bytes = range.len();
         let Some(record) = self.records.get_mut(&range.first().0) else {
             // A map that failed: no device ever got the address.
             return free(range);
@@ -181,7 +181,7 @@ impl Ledger {
 
     fn release_oldest(&mut self, free: &mut impl FnMut(Range)) {
         if let Some(oldest) = self.held.pop_front() {
-            self.held_bytes -= size(oldest);
+            self.held_bytes -= oldest.len();
             // Removed before it is freed: the next mapping of the range has its own record.
             self.records.remove(&oldest.first().0);
             free(oldest);
@@ -211,11 +211,6 @@ impl Ledger {
     pub(crate) fn held(&self) -> (u64, u64) {
         (self.held.len() as u64, u64::try_from(self.held_bytes).unwrap_or(u64::MAX))
     }
-}
-
-/// How many bytes a range has.
-fn size(range: Range) -> u128 {
-    u128::from(range.extent()) + 1
 }
 
 impl Ledger {
@@ -489,13 +484,13 @@ mod ledger {
                         let range = live.remove(at % live.len());
                         ledger.unmapping(range, None, 2);
                         ledger.retire(range, 3, &mut |range| freed.push(range));
-                        if ranges == 0 || size(range) > bytes.into() {
+                        if ranges == 0 || range.len() > bytes.into() {
                             want.push(range);
                         } else {
                             held.push(range);
                         }
                         while held.len() > ranges
-                            || held.iter().copied().map(size).sum::<u128>() > bytes.into()
+                            || held.iter().map(|range| range.len()).sum::<u128>() > bytes.into()
                         {
                             want.push(held.remove(0));
                         }
@@ -530,7 +525,7 @@ mod ledger {
                     }
                 }
                 prop_assert_eq!(freed, want);
-                let bytes = held.iter().copied().map(size).sum::<u128>() as u64;
+                let bytes = held.iter().map(|range| range.len()).sum::<u128>() as u64;
                 prop_assert_eq!(ledger.held(), (held.len() as u64, bytes));
             }
         }

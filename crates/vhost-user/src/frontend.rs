@@ -93,7 +93,7 @@ impl Frontend {
 
     /// The protocol features that were negotiated.
     pub fn protocol(&self) -> ProtocolFeatures {
-        self.link.state().protocol
+        self.link.state.lock().protocol
     }
 
     /// GET_FEATURES: what the back end offers, [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES)
@@ -307,7 +307,7 @@ impl Frontend {
                 code => return Err(FrontendError::Refused { request: request.code(), code }),
             }
         }
-        let mut state = self.link.state();
+        let mut state = self.link.state.lock();
         match request {
             Request::SetFeatures(features) => state.features = features,
             Request::SetProtocolFeatures(features) => state.protocol = features,
@@ -397,7 +397,7 @@ impl Frontend {
     ///
     /// [D28]: https://github.com/ringfence/ringfence/blob/main/docs/rules.md#d28
     pub fn set_vring_enable(&mut self, ring: u16, enabled: bool) -> Result<()> {
-        if self.link.state().features & msg::F_PROTOCOL_FEATURES == 0 {
+        if self.link.state.lock().features & msg::F_PROTOCOL_FEATURES == 0 {
             let (request, feature) = (code::SET_VRING_ENABLE, "PROTOCOL_FEATURES");
             return Err(FrontendError::NotNegotiated { request, feature });
         }
@@ -463,7 +463,7 @@ impl Drop for Frontend {
 
 impl AsFd for Frontend {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.link.as_fd()
+        self.link.channel.as_fd()
     }
 }
 
@@ -532,7 +532,7 @@ impl IotlbHandle {
     fn check(&self, messages: &[Iotlb]) -> Result<(Vec<IotlbWire>, bool)> {
         let request = code::IOTLB_MSG;
         let mut wires = Vec::with_capacity(messages.len());
-        let state = self.link.state();
+        let state = self.link.state.lock();
         if state.features & msg::F_ACCESS_PLATFORM == 0 {
             let feature = "ACCESS_PLATFORM";
             return Err(FrontendError::NotNegotiated { request, feature });

@@ -168,7 +168,7 @@ impl Queue {
         match config.packed {
             false => {
                 let mut ring = Split::postponed(RingConfig { base: 0, ..config })?;
-                ring.goes_on_at_used();
+                ring.at_used = true;
                 Ok(Queue(Format::Split(ring)))
             }
             true => Err(RingError::Format),

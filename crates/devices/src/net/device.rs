@@ -91,7 +91,7 @@ impl Net {
     /// If there is no worker.
     pub fn new(options: NetOptions, workers: Arc<[Worker]>) -> io::Result<Arc<Net>> {
         let most = match &options.link {
-            Link::Tap(tap) => tap.queues().min(MOST_PAIRS),
+            Link::Tap(tap) => tap.queues.len().min(MOST_PAIRS),
             _ => MOST_PAIRS,
         };
         if usize::from(options.pairs) > most {

@@ -25,7 +25,7 @@ struct IfReq {
 #[derive(Debug)]
 pub struct Tap {
     name: String,
-    queues: Vec<OwnedFd>,
+    pub(super) queues: Vec<OwnedFd>,
     /// Whether the kernel cuts UDP datagrams.
     uso: bool,
 }
@@ -115,11 +115,6 @@ impl Tap {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
-    }
-
-    /// How many queues it has.
-    pub(super) fn queues(&self) -> usize {
-        self.queues.len()
     }
 
     /// What it leaves undone, and does for others.

@@ -80,7 +80,7 @@ pub(super) struct BackEnd {
     link: Frontend,
     ram: Arc<GuestRam>,
     pool_size: u64,
-    offered: u64,
+    pub(super) offered: u64,
     protocol: ProtocolFeatures,
     queue_num: u16,
     /// How many rings it has memory for.
@@ -175,11 +175,6 @@ impl BackEnd {
         self.features = self.offered & (features & !OF_RINGS | rings);
         self.link.set_features(self.features)?;
         Ok(())
-    }
-
-    /// Whether it offers a feature.
-    pub(super) fn offers(&self, feature: u64) -> bool {
-        self.offered & feature != 0
     }
 
     /// Whether it takes chains with tables.

@@ -47,7 +47,8 @@ pub struct Connector {
 /// channel, and the back end's.
 pub(super) type Connected = (PeerFd, FrontendChannel, OwnedFd);
 
-enum Order {
+/// What the thread is to do.
+pub(super) enum Order {
     /// Connect, and reply here.
     Connect(Sender<io::Result<Connected>>),
     /// From now on watch this back end.
@@ -107,7 +108,7 @@ impl Connector {
         *self.pool.lock() = Arc::downgrade(pool);
     }
 
-    fn order(&self, order: Order) {
+    pub(super) fn order(&self, order: Order) {
         // The thread ends after the connector only.
         let _ = self.orders.send(order);
         event::signal(&*self.bell);
@@ -124,22 +125,6 @@ impl Connector {
         connected
             .map_err(|_| HandlerError::new("the thread that connects to it does not reply"))?
             .map_err(HandlerError::from)
-    }
-
-    pub(super) fn watch(&self, watched: Watched) {
-        self.order(Order::Watch(watched));
-    }
-
-    pub(super) fn ends(&self, connection: &Shutdown) {
-        self.order(Order::Ends(connection.clone()));
-    }
-
-    pub(super) fn pass_on(&self, front: &Arc<BackendChannel>) {
-        self.order(Order::PassOn(Arc::clone(front)));
-    }
-
-    pub(super) fn forget(&self) {
-        self.order(Order::Forget);
     }
 }
 

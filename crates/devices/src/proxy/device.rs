@@ -10,7 +10,9 @@ use ringfence_vhost_user_backend::{
 use ringfence_virtq::{F_INDIRECT_DESC, F_VERSION_1};
 
 use super::{
-    Connector, ProxyOptions, ProxyQueue, ProxyUnit, back_end::BackEnd, connector::REPLIES_WITHIN,
+    Connector, ProxyOptions, ProxyQueue, ProxyUnit,
+    back_end::BackEnd,
+    connector::{Order, REPLIES_WITHIN},
 };
 
 /// The proxy of one back end, for one connection of a front end.
@@ -38,7 +40,7 @@ impl Proxy {
         let connected = connector.connect()?;
         let ProxyOptions { queues, pool_size, .. } = options;
         let (back, watched) = BackEnd::new(&options.name, connected, queues, pool_size)?;
-        connector.watch(watched);
+        connector.order(Order::Watch(watched));
         connector.counts(back.ram());
         let addresses = options.iotlb.map_or(Addresses::Physical, Addresses::Iotlb);
         let (name, figures) = (Arc::clone(&options.name), Arc::clone(&options.figures));
@@ -50,7 +52,7 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        self.connector.forget();
+        self.connector.order(Order::Forget);
     }
 }
 
@@ -58,7 +60,7 @@ impl RawDevice for Proxy {
     type Rings = ProxyUnit;
 
     fn connected(&mut self, connection: &Shutdown) {
-        self.connector.ends(connection);
+        self.connector.order(Order::Ends(connection.clone()));
     }
 
     fn common(&self) -> Common<'_, ProxyUnit> {
@@ -71,7 +73,7 @@ impl RawDevice for Proxy {
 
     /// A table may have more buffers than a ring that takes no tables.
     fn withheld(&self) -> u64 {
-        if self.back.offers(F_INDIRECT_DESC) { 0 } else { F_INDIRECT_DESC }
+        F_INDIRECT_DESC & !self.back.offered
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
@@ -125,14 +127,14 @@ impl RawDevice for Proxy {
         if enabled {
             // A back end may have lost a kick while the ring was not enabled.
             self.rings.shares().on(ring.into(), move |unit| {
-                unit.serve(ring).into_iter().for_each(|queue| queue.wake_back_end());
+                unit.serve(ring).into_iter().for_each(|queue| queue.kick.notify());
             })?;
         }
         Ok(())
     }
 
     fn set_channel(&mut self, channel: &Arc<BackendChannel>) {
-        self.connector.pass_on(channel);
+        self.connector.order(Order::PassOn(Arc::clone(channel)));
     }
 
     fn forget(&mut self) {

@@ -84,7 +84,7 @@ pub struct ProxyQueue {
     indirect: bool,
     slots: Slots,
     copy_back: CopyBack,
-    kick: Notifier,
+    pub(super) kick: Notifier,
     call: Kick,
     /// Whether chains were added since the last kick.
     added: bool,
@@ -130,11 +130,6 @@ impl ProxyQueue {
             burst: vec![driver::Used::default(); BURST],
             shadowed: Vec::new(),
         }
-    }
-
-    /// Has the back end look at its ring.
-    pub(super) fn wake_back_end(&mut self) {
-        self.kick.notify();
     }
 
     /// The back end has stopped the ring: takes what it has used, and no more. What it has not used

@@ -12,7 +12,7 @@ pub const MAGAZINE_SLOTS: usize = 127;
 /// Starts without memory, so that sizes a CPU never frees cost nothing.
 #[derive(Default)]
 pub(super) struct Magazine {
-    slots: Vec<u64>,
+    pub(super) slots: Vec<u64>,
 }
 
 impl Magazine {
@@ -25,14 +25,6 @@ impl Magazine {
 
     pub(super) fn has_memory(&self) -> bool {
         self.slots.capacity() != 0
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.slots.len()
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.slots.is_empty()
     }
 
     pub(super) fn is_full(&self) -> bool {
@@ -51,10 +43,6 @@ impl Magazine {
         let highest = limit.checked_sub(size - 1)?;
         let index = self.slots.iter().rposition(|iova| *iova <= highest)?;
         Some(self.slots.swap_remove(index))
-    }
-
-    pub(super) fn iovas(&self) -> impl Iterator<Item = u64> + '_ {
-        self.slots.iter().copied()
     }
 }
 
@@ -102,15 +90,11 @@ impl Budget {
 /// Full magazines of one size class, for all CPUs: last in, first out.
 #[derive(Default)]
 pub(super) struct Depot {
-    full: Vec<Magazine>,
+    pub(super) full: Vec<Magazine>,
     trimmed_ns: Option<u64>,
 }
 
 impl Depot {
-    pub(super) fn len(&self) -> usize {
-        self.full.len()
-    }
-
     /// Gives the magazine back if there is no memory to keep it.
     pub(super) fn push(&mut self, magazine: Magazine) -> Result<(), Magazine> {
         if self.full.try_reserve(1).is_err() {
@@ -118,15 +102,6 @@ impl Depot {
         }
         self.full.push(magazine);
         Ok(())
-    }
-
-    pub(super) fn pop(&mut self) -> Option<Magazine> {
-        self.full.pop()
-    }
-
-    /// All of them.
-    pub(super) fn empty(&mut self) -> Vec<Magazine> {
-        core::mem::take(&mut self.full)
     }
 
     /// A magazine to give back, if there are more than `keep` and none was given back for

@@ -3,7 +3,7 @@
 mod checks;
 mod magazine;
 
-use alloc::{boxed::Box, vec::Vec};
+use alloc::boxed::Box;
 use core::{fmt, mem};
 
 use ringfence_sync::{
@@ -216,11 +216,11 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
             return None;
         }
         let Pair { loaded, previous } = &mut cpu.classes[class.index];
-        if loaded.is_empty() {
-            if !previous.is_empty() {
+        if loaded.slots.is_empty() {
+            if !previous.slots.is_empty() {
                 mem::swap(loaded, previous);
             } else {
-                let full = self.depots[class.index].lock().pop()?;
+                let full = self.depots[class.index].lock().full.pop()?;
                 self.budget.retire(mem::replace(loaded, full));
             }
         }
@@ -264,7 +264,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
 
     /// Gives all ranges of a magazine back to the allocator below.
     fn give_back(&self, class: Class, magazine: Magazine) {
-        for iova in magazine.iovas() {
+        for &iova in &magazine.slots {
             // Fails only if the caller, unchecked, freed what it did not own: counted.
             let counter =
                 if self.free_below(class, iova).is_ok() { &self.returned } else { &self.rejected };
@@ -293,7 +293,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
             self.give_back_pairs(classes);
         }
         for (index, depot) in self.depots.iter().enumerate() {
-            let magazines: Vec<Magazine> = depot.lock().empty();
+            let magazines = mem::take(&mut depot.lock().full);
             for magazine in magazines {
                 self.give_back(self.class(index), magazine);
             }
@@ -398,11 +398,11 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
             stats.cache_hits += cpu.hits;
             cached_frees += cpu.frees;
             for pair in &cpu.classes {
-                stats.cached_ranges += (pair.loaded.len() + pair.previous.len()) as u64;
+                stats.cached_ranges += (pair.loaded.slots.len() + pair.previous.slots.len()) as u64;
             }
         }
         for depot in &self.depots {
-            let full = depot.lock().len() as u64;
+            let full = depot.lock().full.len() as u64;
             stats.depot_magazines += full;
             stats.cached_ranges += full * MAGAZINE_SLOTS as u64;
         }

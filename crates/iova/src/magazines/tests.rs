@@ -37,7 +37,7 @@ fn free_all<A: Allocator, C: CpuId>(magazines: &Magazines<A, C>, iovas: &[u64]) 
 fn fill<A: Allocator, C: CpuId>(magazines: &Magazines<A, C>) -> (usize, usize, usize) {
     let cpu = magazines.cpus[0].lock();
     let Pair { loaded, previous } = &cpu.classes[0];
-    (loaded.len(), previous.len(), magazines.depots[0].lock().len())
+    (loaded.slots.len(), previous.slots.len(), magazines.depots[0].lock().full.len())
 }
 
 #[test]

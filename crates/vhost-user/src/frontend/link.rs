@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     ops::Range,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::BorrowedFd,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
     time::Duration,
 };
@@ -41,8 +41,8 @@ pub(super) struct State {
 /// number's turn. Whichever thread gets to them reads the replies to [posted](Link::post) messages.
 #[derive(Debug)]
 pub(super) struct Link {
-    channel: Channel,
-    state: Mutex<State>,
+    pub(super) channel: Channel,
+    pub(super) state: Mutex<State>,
     outgoing: Mutex<Outgoing>,
     replies: Mutex<Replies>,
     turn: Condvar,
@@ -85,11 +85,6 @@ impl Link {
             closed: AtomicBool::new(false),
         }
     }
-
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     /// Ends the connection, for every thread: after an error, bytes cannot be matched to our
     /// requests (rule D12).
     pub(super) fn fail(&self, error: WireError) -> FrontendError {
@@ -375,11 +370,5 @@ impl Link {
 
     fn awaited(&self, replies: &mut Replies) -> Result<u64> {
         self.reply(&mut replies.inbox, code::IOTLB_MSG).and_then(|message| self.word(message))
-    }
-}
-
-impl AsFd for Link {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.channel.as_fd()
     }
 }

@@ -208,11 +208,11 @@ pub struct Journal {
     log: usize,
     len: usize,
     room: usize,
-    /// Completions that the driver may not have seen.
-    open: Vec<(u16, Completion)>,
+    /// Completions that the driver may not have seen; not needed any more once the ring is gone.
+    pub(super) open: Vec<(u16, Completion)>,
     /// Whether it has seen all of them.
     settled: bool,
-    /// Whether nothing is written any more.
+    /// Whether nothing is written any more: it is invalid, or left as it is to a successor.
     pub(super) over: bool,
 }
 
@@ -329,11 +329,6 @@ impl Journal {
         self.settled = true;
     }
 
-    /// The ring is gone, and its completions are not needed any more.
-    pub(super) fn forget_completions(&mut self) {
-        self.open.clear();
-    }
-
     /// Writes how the request at `position` is completed, and its bytes if it `changed` something.
     /// False if there is no room: a new snapshot is needed.
     #[must_use]
@@ -410,11 +405,6 @@ impl Journal {
     /// Invalidates it.
     pub(super) fn give_up(&mut self) {
         self.put_last(HOLDS_AT, 0);
-        self.over = true;
-    }
-
-    /// Leaves it as it is, to a successor.
-    pub(super) fn let_go(&mut self) {
         self.over = true;
     }
 

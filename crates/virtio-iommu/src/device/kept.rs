@@ -100,7 +100,7 @@ impl<B: Backing> Device<B> {
     /// device does from now on is not written.
     pub fn leave_journal(&self) {
         if let Some(kept) = self.kept.get() {
-            kept.lock().journal.let_go();
+            kept.lock().journal.over = true;
         }
     }
 
@@ -123,7 +123,7 @@ impl<B: Backing> Device<B> {
         let result = change();
         if has_changed(&result) {
             if over {
-                kept.journal.forget_completions();
+                kept.journal.open.clear();
             }
             kept.renew(self);
         }

@@ -317,13 +317,13 @@ impl Driver {
             let limit = numbers.limit;
             return Err(Error::Full { what: "domains", used: limit, limit });
         };
-        self.ring.lock().register(id, Arc::clone(reports));
+        self.ring.lock().reports.insert(id, Arc::clone(reports));
         Ok(id)
     }
 
     /// Gives a domain number back. Nothing of the domain may be in the ring.
     pub(super) fn close(&self, id: u32) {
-        self.ring.lock().unregister(id);
+        self.ring.lock().reports.remove(&id);
         self.numbers.lock().returned.push(id);
     }
 

@@ -75,7 +75,7 @@ pub(super) struct Ring {
     /// The device has completed all requests up to this one.
     pub(super) retired: u64,
     /// Where failures are reported, by domain.
-    reports: HashMap<u32, Arc<Reports>>,
+    pub(super) reports: HashMap<u32, Arc<Reports>>,
     /// Statuses that a thread waits for, by request.
     results: HashMap<u64, u8>,
     /// Memory for replies that are taken out.
@@ -111,14 +111,6 @@ impl Ring {
     /// Whether no further request fits.
     pub(super) fn is_full(&self) -> bool {
         self.issued - self.retired >= self.slots.len() as u64
-    }
-
-    pub(super) fn register(&mut self, domain: u32, reports: Arc<Reports>) {
-        self.reports.insert(domain, reports);
-    }
-
-    pub(super) fn unregister(&mut self, domain: u32) {
-        self.reports.remove(&domain);
     }
 
     /// Puts a request (not PROBE) into the ring, visible to the device; its number, or `None` if

@@ -30,7 +30,7 @@ pub fn run(subject: &mut dyn Subject, wanted: impl Fn(&Check) -> bool) -> Report
         let outcome = match &lost {
             Some(failed) => Outcome::NotRun(format!("the device cannot be started: {failed}")),
             None => match bench.needs(check.needs).and_then(|()| (check.run)(&mut bench)) {
-                Ok(()) => Outcome::Pass(bench.take_note()),
+                Ok(()) => Outcome::Pass(bench.note.take()),
                 Err(Stop::Mismatch(mismatch)) => Outcome::Fail(mismatch),
                 Err(Stop::NotApplicable(why)) => Outcome::NotApplicable(why),
                 Err(Stop::Failed(failed)) => Outcome::Fail(Mismatch {

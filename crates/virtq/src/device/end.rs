@@ -163,7 +163,7 @@ pub(super) struct End<F: Format> {
     kicks_written: bool,
     broken: Option<RingError>,
     /// It continues at the used index, once that can be read.
-    at_used: bool,
+    pub(super) at_used: bool,
 }
 
 impl<F: Format> End<F> {
@@ -186,11 +186,6 @@ impl<F: Format> End<F> {
             broken: None,
             at_used: false,
         })
-    }
-
-    /// Makes it continue at the used index, once that is found.
-    pub(super) fn goes_on_at_used(&mut self) {
-        self.at_used = true;
     }
 
     /// As [`Queue::is_lost`](super::Queue::is_lost).

@@ -81,7 +81,7 @@ pub(crate) struct Bench<'a> {
     pub(super) features: Features,
     steps: Vec<String>,
     /// What the check that runs has noted.
-    note: Option<String>,
+    pub(super) note: Option<String>,
     /// What `bypass` was at first.
     initial_bypass: Option<u8>,
     config: RawConfig,
@@ -160,10 +160,6 @@ impl<'a> Bench<'a> {
     pub(super) fn note(&mut self, note: impl Into<String>) -> Verdict {
         self.note = Some(note.into());
         Ok(())
-    }
-
-    pub(super) fn take_note(&mut self) -> Option<String> {
-        self.note.take()
     }
 
     pub(super) fn note_step(&mut self, step: impl Into<String>) {
