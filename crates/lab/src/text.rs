@@ -7,9 +7,18 @@ use serde::Serialize;
 /// Widest line.
 pub(crate) const WIDTH: usize = 120;
 
-/// Rows of cells under each other, aligned to the right, so many blanks apart.
-pub(crate) fn block(blanks: u16, rows: impl IntoIterator<Item = Vec<String>>) -> String {
-    columns(rows, [(0, CellAlignment::Right), (blanks, CellAlignment::Right)])
+/// A column of a table: the lines of its heading, and its cell in a row.
+pub(crate) type Column<'c, R, const HEAD: usize> = ([&'c str; HEAD], &'c dyn Fn(&R) -> String);
+
+/// A table of these columns, aligned to the right, so many blanks apart.
+pub(crate) fn table<'r, R: 'r, const HEAD: usize>(
+    blanks: u16,
+    of: &[Column<'_, R, HEAD>],
+    rows: impl IntoIterator<Item = &'r R>,
+) -> String {
+    let heads = (0..HEAD).map(|line| of.iter().map(|(head, _)| head[line].to_owned()).collect());
+    let cells = rows.into_iter().map(|row| of.iter().map(|(_, cell)| cell(row)).collect());
+    columns(heads.chain(cells), [(0, CellAlignment::Right), (blanks, CellAlignment::Right)])
 }
 
 /// Rows of cells under each other. For the first column, and for the others: how many blanks
@@ -32,11 +41,6 @@ pub(crate) fn columns(
 pub(crate) fn json(data: &impl Serialize) -> String {
     // Only maps with keys that are not text can fail, and there is none.
     serde_json::to_string_pretty(data).expect("plain data") + "\n"
-}
-
-/// Cells of these texts.
-pub(crate) fn cells(texts: &[&str]) -> Vec<String> {
-    texts.iter().map(|text| (*text).to_owned()).collect()
 }
 
 /// At most five characters, three of them significant digits: `0`, `.012`, `1.23`, `45.6`, `7890`,
@@ -152,9 +156,12 @@ mod tests {
 
     #[test]
     fn columns_are_aligned_and_lines_end_with_their_last_cell() {
-        let rows = [["a", "1", ""], ["bb", "22", "3"]];
-        let rows = rows.iter().map(|row| row.iter().map(|cell| cell.to_string()).collect());
-        assert_eq!(block(1, rows), " a  1\nbb 22 3\n");
+        let columns: [Column<'_, [u32; 3], 1>; 3] = [
+            (["a"], &|row| row[0].to_string()),
+            (["1"], &|row| row[1].to_string()),
+            ([""], &|row| row[2].to_string()),
+        ];
+        assert_eq!(table(1, &columns, &[[11, 22, 3]]), " a  1\n11 22 3\n");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{Benchmark, Interval, Row};
 use crate::text::{
     CellAlignment::{Left, Right},
-    cells, clauses, columns, count, dash, number, optional, plain, wrap,
+    clauses, columns, count, dash, number, optional, plain, wrap,
 };
 
 /// A row below this ratio is slower than what it is compared with: less is noise.
@@ -182,9 +182,9 @@ fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
         for against in part.against {
             let compared = compared(part, rows, against);
             if !compared.is_empty() {
-                lines.push(cells(&["", "", "", "", "", ""]));
                 let label = format!("{}, {}", part.title, against.what);
-                lines.push(cells(&[&label, "rows", "x", "least", "most", "slower"]));
+                let heads = [&label, "rows", "x", "least", "most", "slower"];
+                lines.extend([[""; 6], heads].map(|line| line.map(str::to_owned).to_vec()));
             }
             for (base, of) in groups(&compared, |(_, base, _)| base) {
                 let ratios = || of.iter().map(|(.., ratio)| *ratio);

@@ -3,7 +3,7 @@
 use super::report::{AllocatorRow, PolicyRow, Report, TraceReport};
 use crate::{
     stats::Estimate,
-    text::{block, bytes, cells, count, dash, number, optional, plain, wrap},
+    text::{Column, bytes, count, dash, optional, plain, table, wrap},
 };
 
 const ALLOCATORS: &str = "\
@@ -79,73 +79,47 @@ fn time(seconds: f64) -> String {
 }
 
 fn allocators(trace: &TraceReport) -> String {
-    let mut lines = vec![cells(&[
-        "", "ns", "±", "x", "±", "alloc", "free", "p99", "worst", "steady", "failed", "span",
-        "tables", "frag",
-    ])];
-    lines.extend(trace.allocators.iter().map(allocator_cells));
-    block(2, lines)
-}
-
-fn allocator_cells(row: &AllocatorRow) -> Vec<String> {
-    let [ns, ns_half] = both(row.ns_per_op);
-    let [ratio, ratio_half] = both(row.ratio_to_ringfence);
     let median = |estimate: Option<Estimate>| optional(estimate.map(|e| e.median));
-    vec![
-        row.name.clone(),
-        ns,
-        ns_half,
-        ratio,
-        ratio_half,
-        median(row.alloc_ns),
-        median(row.free_ns),
-        median(row.p99_ns),
-        median(row.worst_ns),
-        optional(row.worst_steady_ns),
-        row.failures.to_string(),
-        bytes(row.peaks.span_bytes),
-        row.peaks.table_pages.to_string(),
-        format!("{:.1}%", row.fragmentation * 100.0),
-    ]
-}
-
-fn both(estimate: Option<Estimate>) -> [String; 2] {
-    estimate.map_or([dash(), String::new()], |estimate| {
-        [number(estimate.median), optional(estimate.half_width())]
-    })
+    let half = |of: Option<Estimate>| of.map_or(String::new(), |of| optional(of.half_width()));
+    let columns: [Column<'_, AllocatorRow, 1>; 14] = [
+        ([""], &|row| row.name.clone()),
+        (["ns"], &|row| median(row.ns_per_op)),
+        (["±"], &|row| half(row.ns_per_op)),
+        (["x"], &|row| median(row.ratio_to_ringfence)),
+        (["±"], &|row| half(row.ratio_to_ringfence)),
+        (["alloc"], &|row| median(row.alloc_ns)),
+        (["free"], &|row| median(row.free_ns)),
+        (["p99"], &|row| median(row.p99_ns)),
+        (["worst"], &|row| median(row.worst_ns)),
+        (["steady"], &|row| optional(row.worst_steady_ns)),
+        (["failed"], &|row| row.failures.to_string()),
+        (["span"], &|row| bytes(row.peaks.span_bytes)),
+        (["tables"], &|row| row.peaks.table_pages.to_string()),
+        (["frag"], &|row| format!("{:.1}%", row.fragmentation * 100.0)),
+    ];
+    table(2, &columns, &trace.allocators)
 }
 
 fn policies(trace: &TraceReport) -> String {
-    let mut lines = vec![
-        cells(&["", "requests", "", "syncs", "", "", "", "", "deferred", "", ""]),
-        cells(&[
-            "", "map", "unmap", "all", "map", "unmap", "flush", "full", "ms", "most", "failed",
-        ]),
-    ];
-    lines.extend(trace.policies.iter().map(policy_cells));
-    block(2, lines)
-}
-
-fn policy_cells(row: &PolicyRow) -> Vec<String> {
     let count = |n: Option<u64>| n.map_or(dash(), |n| n.to_string());
-    let name = if row.effective_policy == row.policy {
-        row.policy.clone()
-    } else {
-        format!("{} (ran as {})", row.policy, row.effective_policy)
+    let name = |row: &PolicyRow| match &row.effective_policy {
+        effective if *effective == row.policy => row.policy.clone(),
+        effective => format!("{} (ran as {effective})", row.policy),
     };
-    vec![
-        name,
-        row.map_requests.to_string(),
-        row.unmap_requests.to_string(),
-        count(row.syncs),
-        count(row.map_syncs),
-        count(row.unmap_syncs),
-        count(row.flushes),
-        count(row.full_queue_flushes),
-        optional(row.max_deferred_ms),
-        row.max_deferred_bytes.map_or(dash(), bytes),
-        count(row.failures),
-    ]
+    let columns: [Column<'_, PolicyRow, 2>; 11] = [
+        (["", ""], &name),
+        (["requests", "map"], &|row| row.map_requests.to_string()),
+        (["", "unmap"], &|row| row.unmap_requests.to_string()),
+        (["syncs", "all"], &|row| count(row.syncs)),
+        (["", "map"], &|row| count(row.map_syncs)),
+        (["", "unmap"], &|row| count(row.unmap_syncs)),
+        (["", "flush"], &|row| count(row.flushes)),
+        (["", "full"], &|row| count(row.full_queue_flushes)),
+        (["deferred", "ms"], &|row| optional(row.max_deferred_ms)),
+        (["", "most"], &|row| row.max_deferred_bytes.map_or(dash(), bytes)),
+        (["", "failed"], &|row| count(row.failures)),
+    ];
+    table(2, &columns, &trace.policies)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     stats::Estimate,
-    text::{block, dash, number, percent, plain, wrap},
+    text::{Column, dash, number, percent, plain, table, wrap},
 };
 
 /// Policies this close to each other, in parts of `off`, are equally fast for the advice, however
@@ -39,27 +39,22 @@ pub fn end(comparison: &Comparison, all_went_well: bool) -> String {
 }
 
 fn rows(job: &JobReport) -> String {
-    let head =
-        ["", job.metric.unit(), "of off", "±", "latency", "p99", "CPU in IOMMU", "reachable"];
-    let below = ["", "", "%", "%", "of off", "ms", "code %", "after unmap"];
-    let lines = [head, below].map(|line| line.map(str::to_owned).to_vec());
-    let cells = job.results.iter().map(|row| {
-        let ratio = row.ratio(job.metric);
-        let latency = row.ratio_to_off.map(|ratios| ratios.latency.median);
-        let percent =
-            |part: Option<f64>| part.map_or(dash(), |part| format!("{:.1}", part * 100.0));
-        vec![
-            marked(job, row),
-            number(row.throughput(job.metric)),
-            percent(ratio.map(|ratio| ratio.median)),
-            percent(ratio.and_then(|ratio| ratio.half_width())),
-            latency.map_or(dash(), |latency| format!("x{latency:.2}")),
-            number(row.latency_ns.p99 as f64 / 1e6),
-            percent(row.iommu_cpu_fraction),
-            window(row),
-        ]
-    });
-    block(2, lines.into_iter().chain(cells))
+    let percent = |part: Option<f64>| part.map_or(dash(), |part| format!("{:.1}", part * 100.0));
+    let ratio = |row: &PolicyResult| row.ratio(job.metric);
+    let latency = |row: &PolicyResult| row.ratio_to_off.map(|ratios| ratios.latency.median);
+    let columns: [Column<'_, PolicyResult, 2>; 8] = [
+        (["", ""], &|row| marked(job, row)),
+        ([job.metric.unit(), ""], &|row| number(row.throughput(job.metric))),
+        (["of off", "%"], &|row| percent(ratio(row).map(|ratio| ratio.median))),
+        (["±", "%"], &|row| percent(ratio(row).and_then(|ratio| ratio.half_width()))),
+        (["latency", "of off"], &|row| {
+            latency(row).map_or(dash(), |of_off| format!("x{of_off:.2}"))
+        }),
+        (["p99", "ms"], &|row| number(row.latency_ns.p99 as f64 / 1e6)),
+        (["CPU in IOMMU", "code %"], &|row| percent(row.iommu_cpu_fraction)),
+        (["reachable", "after unmap"], &window),
+    ];
+    table(2, &columns, &job.results)
 }
 
 /// How long a device reaches memory after its unmap, for a reader: `never` is kept by policy *and*

@@ -1,11 +1,13 @@
 //! The table, shaped like seed 000's: a row a policy, each figure against `off`, with its
 //! confidence beside it. At most `text::WIDTH` columns.
 
-use super::{Comparison, JobReport, PolicyResult, Reach, bounce, waits};
+use super::{Comparison, Exposure, JobReport, PolicyResult, Reach, bounce, waits};
 use crate::{
     run::tuning::{TrustChoice, Tuning},
     stats::Estimate,
-    text::{self, block, bytes, clauses, count, dash, number, optional, percent, plain, us, wrap},
+    text::{
+        Column, bytes, clauses, count, dash, number, optional, percent, plain, table, us, wrap,
+    },
 };
 
 /// What precedes the tables: what was run, and where.
@@ -198,64 +200,49 @@ pub(super) fn title(job: &JobReport) -> String {
 /// The columns between policy and the common ones differ: bandwidth for large blocks, IOPS for
 /// small ones; the latency stands beside both.
 fn rows(job: &JobReport) -> String {
-    let unit = job.metric.unit();
-    let mut lines = vec![
-        text::cells(&[
-            "", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/", "GiB",
-            "per", "I/O", "", "lies", "open", "stale",
-        ]),
-        text::cells(&[
-            "", "", "vs off", "±", "vs off", "±", "", "", "%", "%", "/I/O", "map", "unmap", "reqs",
-            "syncs", "kicks", "ms", "MiBms", "ms",
-        ]),
-    ];
-    lines.extend(job.results.iter().map(|row| cells(job, row)));
-    if job.compares_allocators() {
-        // Their names take the room.
-        lines.iter_mut().for_each(|line| drop(line.drain(EXPOSED)));
-    }
-    block(1, lines)
-}
-
-/// The columns of exposure, which hardly depends on an allocator.
-const EXPOSED: std::ops::Range<usize> = 16..18;
-
-fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
-    let parts = |estimate: Option<Estimate>| {
-        let estimate = estimate.map(|e| (e.median * 100.0, e.half_width().map(|h| h * 100.0)));
-        match estimate {
-            Some((median, half)) => [format!("{median:.1}%"), half.map_or(dash(), one_digit)],
-            None => [dash(), String::new()],
-        }
+    let ratio = |row: &PolicyResult| row.ratio(job.metric);
+    let latency = |row: &PolicyResult| {
+        let latency = row.ratio_to_off.map(|ratios| ratios.latency);
+        latency.filter(|latency| latency.median.is_finite())
     };
-    let [ratio, ratio_half] = parts(row.ratio(job.metric));
-    let latency = row.ratio_to_off.map(|ratios| ratios.latency);
-    let latency = latency.filter(|latency| latency.median.is_finite());
-    let exposed = |figure: fn(&super::Exposure) -> Option<f64>| match row.exposure {
+    let half = |of: Option<Estimate>, shown: fn(f64) -> String| {
+        of.map_or(String::new(), |of| of.half_width().map_or(dash(), shown))
+    };
+    let exposed = |row: &PolicyResult, figure: fn(&Exposure) -> Option<f64>| match &row.exposure {
         Some(found) if is_open(found.reach) => "open".to_owned(),
         found => optional(found.as_ref().and_then(figure)),
     };
-    vec![
-        marked(job, row),
-        number(row.throughput(job.metric)),
-        ratio,
-        ratio_half,
-        latency.map_or(dash(), |l| format!("x{:.2}", l.median)),
-        latency.map_or(String::new(), |l| l.half_width().map_or(dash(), |h| format!("{h:.2}"))),
-        number(us(row.latency_ns.p50)),
-        number(us(row.latency_ns.p99)),
-        row.iommu_cpu_fraction.map_or(dash(), |part| one_digit(part * 100.0)),
-        optional(row.allocator_cpu_fraction.map(|part| part * 100.0)),
-        optional(row.iommu_ns_per_io),
-        optional(row.map_ns_per_gib.map(|ns| ns / 1e6)),
-        optional(row.unmap_ns_per_gib.map(|ns| ns / 1e6)),
-        optional(row.requests_per_io),
-        optional(row.syncs_per_io),
-        optional(row.kicks_per_io),
-        exposed(|found| found.max_ms),
-        exposed(super::Exposure::mib_ms_per_gib),
-        optional(row.stale_window.map(|window| window.max_ms)),
-    ]
+    let columns: [Column<'_, PolicyResult, 2>; 19] = [
+        (["", ""], &|row| marked(job, row)),
+        ([job.metric.unit(), ""], &|row| number(row.throughput(job.metric))),
+        (["", "vs off"], &|row| ratio(row).map_or(dash(), |e| format!("{:.1}%", e.median * 100.0))),
+        (["", "±"], &|row| half(ratio(row), |half| one_digit(half * 100.0))),
+        (["latency", "vs off"], &|row| {
+            latency(row).map_or(dash(), |e| format!("x{:.2}", e.median))
+        }),
+        (["", "±"], &|row| half(latency(row), |half| format!("{half:.2}"))),
+        (["µs p50", ""], &|row| number(us(row.latency_ns.p50))),
+        (["p99", ""], &|row| number(us(row.latency_ns.p99))),
+        (["CPU", "%"], &|row| {
+            row.iommu_cpu_fraction.map_or(dash(), |part| one_digit(part * 100.0))
+        }),
+        (["alloc", "%"], &|row| optional(row.allocator_cpu_fraction.map(|part| part * 100.0))),
+        (["ns", "/I/O"], &|row| optional(row.iommu_ns_per_io)),
+        (["ms/", "map"], &|row| optional(row.map_ns_per_gib.map(|ns| ns / 1e6))),
+        (["GiB", "unmap"], &|row| optional(row.unmap_ns_per_gib.map(|ns| ns / 1e6))),
+        (["per", "reqs"], &|row| optional(row.requests_per_io)),
+        (["I/O", "syncs"], &|row| optional(row.syncs_per_io)),
+        (["", "kicks"], &|row| optional(row.kicks_per_io)),
+        (["lies", "ms"], &|row| exposed(row, |found| found.max_ms)),
+        (["open", "MiBms"], &|row| exposed(row, Exposure::mib_ms_per_gib)),
+        (["stale", "ms"], &|row| optional(row.stale_window.map(|window| window.max_ms))),
+    ];
+    let mut columns = Vec::from(columns);
+    if job.compares_allocators() {
+        // The names of allocators take the room of the exposure, which hardly depends on them.
+        columns.retain(|(head, _)| !matches!(head[0], "lies" | "open"));
+    }
+    table(1, &columns, &job.results)
 }
 
 /// Whether memory is reached without bound, whatever was counted.
