@@ -32,7 +32,7 @@ fn until(driver: &mut NetDriver, what: &str, mut done: impl FnMut(&mut NetDriver
     let begun = Instant::now();
     while !done(driver) {
         driver.serve_misses().unwrap();
-        assert!(begun.elapsed() < LONG, "this does not come: {what}; {:?}", driver.arrivals());
+        assert!(begun.elapsed() < LONG, "this does not come: {what}; {:?}", driver.arrivals);
         if begun.elapsed() > Duration::from_millis(1) {
             std::thread::yield_now();
         }
@@ -43,12 +43,12 @@ fn until(driver: &mut NetDriver, what: &str, mut done: impl FnMut(&mut NetDriver
 fn loop_through(driver: &mut NetDriver, count: u64) {
     until(driver, "all frames", |driver| {
         driver.receive().unwrap();
-        let left = count - driver.arrivals().sent;
+        let left = count - driver.arrivals.sent;
         let most = driver.window().min(left as usize).min(64);
         driver.send(most).unwrap();
-        driver.arrivals().good == count
+        driver.arrivals.good == count
     });
-    let arrivals = driver.arrivals();
+    let arrivals = &driver.arrivals;
     assert_eq!((arrivals.sent, arrivals.outstanding()), (count, 0));
     assert_eq!((arrivals.lost, arrivals.corrupt, arrivals.late), (0, 0, 0));
 }
@@ -125,18 +125,18 @@ fn one_way_at_a_time() {
             let mut driver = NetDriver::open(stream, options, Expect::Foreign).unwrap();
             until(&mut driver, "frames to be taken", |driver| {
                 driver.send(64).unwrap();
-                driver.taken() > FRAMES
+                driver.taken > FRAMES
             });
             until(&mut driver, "frames to come", |driver| {
                 driver.receive().unwrap();
-                driver.arrivals().good > FRAMES
+                driver.arrivals.good > FRAMES
             });
-            assert_eq!(driver.arrivals().corrupt, 0);
+            assert_eq!(driver.arrivals.corrupt, 0);
             until(&mut driver, "the ring to be empty", |driver| {
                 driver.send(0).unwrap();
                 driver.queued() == 0
             });
-            let taken = driver.taken();
+            let taken = driver.taken;
             driver.stop().unwrap();
             thread.join().unwrap();
             assert_eq!(net.counters(0)[1].packets(), taken, "the device's own count");
@@ -165,7 +165,7 @@ fn tampered(tamper: impl Fn(u64, Vec<u8>) -> Option<Vec<u8>>) -> NetDriver {
             seen += 1;
         }
         driver.receive().unwrap();
-        let arrivals = driver.arrivals();
+        let arrivals = &driver.arrivals;
         seen == COUNT as u64 && arrivals.good + arrivals.corrupt + arrivals.late == sent
     });
     driver
@@ -174,24 +174,24 @@ fn tampered(tamper: impl Fn(u64, Vec<u8>) -> Option<Vec<u8>>) -> NetDriver {
 #[test]
 fn a_changed_byte_and_a_lost_frame_are_found() {
     let driver = tampered(|_, bytes| Some(bytes));
-    assert_eq!((driver.arrivals().good, driver.arrivals().corrupt), (40, 0), "the rig is fair");
+    assert_eq!((driver.arrivals.good, driver.arrivals.corrupt), (40, 0), "the rig is fair");
 
     for at in [0, 16, 63] {
         let driver = tampered(|number, mut bytes| {
             bytes[at] ^= u8::from(number == 7);
             Some(bytes)
         });
-        let arrivals = driver.arrivals();
+        let arrivals = &driver.arrivals;
         assert_eq!((arrivals.good, arrivals.corrupt, arrivals.lost), (39, 1, 0), "byte {at}");
     }
 
     let driver = tampered(|number, bytes| (number != 7).then_some(bytes));
-    let arrivals = driver.arrivals();
+    let arrivals = &driver.arrivals;
     assert_eq!((arrivals.good, arrivals.corrupt, arrivals.lost), (39, 0, 1));
 
     let driver = tampered(|number, mut bytes| {
         bytes.truncate(if number == 7 { 63 } else { 64 });
         Some(bytes)
     });
-    assert_eq!(driver.arrivals().corrupt, 1, "too short");
+    assert_eq!(driver.arrivals.corrupt, 1, "too short");
 }

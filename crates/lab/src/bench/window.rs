@@ -60,11 +60,8 @@ pub(super) struct Window {
     pub(super) backend_share: f64,
     /// In the window.
     pub(super) messages: Messages,
-    /// Of the whole connection: frames that should have come, and those that did not.
-    pub(super) carried: u64,
-    pub(super) lost: u64,
-    pub(super) late: u64,
-    pub(super) corrupt: u64,
+    /// Of the whole connection.
+    pub(super) frames: Frames,
     /// UPDATEs with their replies a second: one after the other, and many in flight.
     pub(super) single_rate: Option<f64>,
     pub(super) many_rate: Option<f64>,
@@ -86,7 +83,19 @@ impl Window {
         let Messages { misses, updates, invalidations } = self.messages;
         misses + 2 * (updates + invalidations)
     }
+}
 
+/// What became of frames.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Frames {
+    /// Those that should have come, and those of them that did not.
+    pub(super) carried: u64,
+    pub(super) lost: u64,
+    pub(super) late: u64,
+    pub(super) corrupt: u64,
+}
+
+impl Frames {
     /// Lost frames of those that were carried.
     pub(super) fn loss(&self) -> f64 {
         if self.carried == 0 { 0.0 } else { self.lost as f64 / self.carried as f64 }

@@ -2,7 +2,7 @@
 
 use std::{os::unix::net::UnixStream, path::Path, time::Duration};
 
-use crate::load::blk::{Content, Tally};
+use crate::load::blk::{BlkLoad, Content, Tally};
 use anyhow::{Context, Result};
 use ringfence_run::worker::Notify;
 use tempfile::NamedTempFile;
@@ -10,7 +10,7 @@ use tempfile::NamedTempFile;
 use super::{
     Outcome,
     case::{Case, Kind, Topic},
-    load::Driver,
+    load,
 };
 use crate::bench::{
     net::backend,
@@ -54,7 +54,7 @@ pub(super) struct Device {
 
 /// A running `ringfence blk` with its driver.
 struct Running {
-    driver: Driver,
+    load: BlkLoad,
     /// The back end, and its proxy if there is one.
     processes: Vec<Process>,
     /// The disk that it writes.
@@ -89,7 +89,7 @@ impl Device {
         let Some(running) = &mut self.running else { return };
         let measured = measured(self.cpus, || {
             running.processes.iter_mut().try_for_each(Process::resume)?;
-            let window = running.driver.measure(&running.processes, length)?;
+            let window = load::measure(&mut running.load, &running.processes, length)?;
             running.processes.iter().try_for_each(Process::pause)?;
             Ok(window)
         });
@@ -132,18 +132,19 @@ impl Running {
         let proxied = matches!(case.topic, Topic::Proxy { proxy: true, .. });
         let (place, proxy) = ((places.sockets, &*name), proxied.then_some(notify));
         let (processes, front) = backend::ours("ringfence blk", &arguments, place, cpus[0], proxy)?;
-        let driver = threads::bound_to(cpus[1], || {
+        let load = threads::bound_to(cpus[1], || {
             let stream = UnixStream::connect(&front).context("connecting");
-            Driver::open(stream?, case, content)
+            BlkLoad::open(stream?, case.load(), content)
         });
-        let driver = driver.map_err(|error| error.context(last_words(&processes)))?;
+        let load = load.map_err(|error| error.context(last_words(&processes)))?;
         processes.iter().try_for_each(Process::pause)?;
-        Ok(Running { driver, processes, image })
+        Ok(Running { load, processes, image })
     }
 
     fn end(&mut self, outcome: &mut Outcome) -> Result<()> {
         self.processes.iter_mut().try_for_each(Process::resume)?;
-        let (tally, content) = self.driver.stop()?;
+        let tally = self.load.tally;
+        let content = self.load.stop()?;
         outcome.tally = tally;
         let Some(image) = &self.image else { return Ok(()) };
         let found = content.wrong_in(image.as_file(), LOOK);

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     bench::{
         process::Process,
-        window::{LOOK, Mark, STUCK, TURNS, Window},
+        window::{Frames, LOOK, Mark, STUCK, TURNS, Window},
     },
     load::net::{Arrivals, Expect, NetDriver},
 };
@@ -54,10 +54,8 @@ pub(super) fn measure(backend: &mut End, case: &Case, length: Duration) -> Resul
     let counted = backend.end().context("ending")?;
     // Takes what the back end still gave before it stopped.
     load.drain()?;
-    let arrivals = load.driver.arrivals();
-    let (carried, lost) = account(case.direction, arrivals, load.driver.taken(), counted);
-    let (late, corrupt) = (arrivals.late, arrivals.corrupt);
-    let mut window = Window { carried, lost, late, corrupt, ..before.until(&after) };
+    let frames = account(case.direction, &load.driver.arrivals, load.driver.taken, counted);
+    let mut window = Window { frames, ..before.until(&after) };
     if case.addressing().is_fresh() {
         window.single_rate = Some(load.message_rate(1)?);
         window.many_rate = Some(load.message_rate(DEPTH)?);
@@ -66,15 +64,15 @@ pub(super) fn measure(backend: &mut End, case: &Case, length: Duration) -> Resul
     Ok(window)
 }
 
-/// Frames that should have come, and those that did not, of a driver whose frames were `taken`. What the
-/// back end has counted, if it has, against the driver's count: a difference either way is a loss.
+/// What became of the frames of a driver whose frames were `taken`. What the back end has counted, if it
+/// has, against the driver's count: a difference either way is a loss.
 pub(super) fn account(
     direction: Direction,
     arrivals: &Arrivals,
     taken: u64,
     counted: Option<Counted>,
-) -> (u64, u64) {
-    match (direction, counted) {
+) -> Frames {
+    let (carried, lost) = match (direction, counted) {
         (Direction::Loop, _) => (arrivals.sent, arrivals.lost),
         (Direction::Tx, Some(counted)) => (taken, taken.abs_diff(counted.taken)),
         (Direction::Tx, None) => (taken, 0),
@@ -82,7 +80,8 @@ pub(super) fn account(
             (counted.given, counted.given.abs_diff(arrivals.good + arrivals.corrupt))
         }
         (Direction::Rx, None) => (arrivals.good, 0),
-    }
+    };
+    Frames { carried, lost, late: arrivals.late, corrupt: arrivals.corrupt }
 }
 
 struct Load {
@@ -105,8 +104,8 @@ impl Load {
     /// How many were carried so far.
     fn packets(&self) -> u64 {
         match self.direction {
-            Direction::Tx => self.driver.taken(),
-            Direction::Rx | Direction::Loop => self.driver.arrivals().good,
+            Direction::Tx => self.driver.taken,
+            Direction::Rx | Direction::Loop => self.driver.arrivals.good,
         }
     }
 
@@ -157,13 +156,13 @@ impl Load {
             self.driver.serve_misses()?;
             self.looked = now;
         }
-        if came > 0 || self.driver.arrivals().outstanding() == 0 {
+        if came > 0 || self.driver.arrivals.outstanding() == 0 {
             self.last = now;
         } else if self.direction == Direction::Loop
             && self.driver.queued() == 0
             && now.duration_since(self.last) > OVERDUE
         {
-            self.driver.give_up();
+            self.driver.arrivals.give_up();
             self.last = now;
         }
         Ok(())
@@ -181,7 +180,7 @@ impl Load {
             let now_left = match self.direction {
                 Direction::Tx => queued,
                 Direction::Rx => came as u64,
-                Direction::Loop => queued + self.driver.arrivals().outstanding(),
+                Direction::Loop => queued + self.driver.arrivals.outstanding(),
             };
             if now_left == 0 {
                 return Ok(());

@@ -27,7 +27,7 @@ pub(super) fn fill(benchmark: &mut Benchmark, outcomes: &[Outcome]) {
         let ours = of(*case, Implementation::Ringfence);
         let dpdk = of(*case, Implementation::Dpdk);
         let row = row(outcome, [of(case.off(), *implementation), ours, dpdk]);
-        let corrupt: u64 = windows(own).map(|window| window.corrupt).sum();
+        let corrupt: u64 = windows(own).map(|window| window.frames.corrupt).sum();
         if corrupt > 0 {
             let what = format!("{}, {implementation}: {corrupt} frames were wrong", row.name);
             match implementation {
@@ -53,7 +53,7 @@ fn row(outcome: &Outcome, [off, ours, dpdk]: [&[Measured]; 3]) -> Row {
     let rate = rates(own);
     let alone = figures(own, |window| (!is_short(window)).then(|| window.rate()));
     let sum = |count: fn(&Window) -> u64| windows(own).map(count).sum::<u64>();
-    let worst = windows(own).map(Window::loss).fold(0.0, f64::max);
+    let worst = windows(own).map(|window| window.frames.loss()).fold(0.0, f64::max);
     let mut row = window::row(case.name(), implementation.name(), case.params(), own, is_short);
     row.ratio_to_ringfence = ratio(&figures(own, Window::ns), &figures(ours, Window::ns)).median;
     row.note = row.note.or_else(|| {
@@ -71,11 +71,11 @@ fn row(outcome: &Outcome, [off, ours, dpdk]: [&[Measured]; 3]) -> Row {
         ("bits_per_s", value(interval(&rate).scaled((FRAME * 8) as f64))),
         ("ratio_to_off", value(ratio(&rate, &rates(off)))),
         ("ratio_to_dpdk", value(ratio(&rate, &rates(dpdk)))),
-        ("windows_over_loss", windows(own).filter(|w| w.loss() > MOST_LOST).count().into()),
-        ("carried", sum(|window| window.carried).into()),
-        ("lost", sum(|window| window.lost).into()),
-        ("late", sum(|window| window.late).into()),
-        ("corrupt", sum(|window| window.corrupt).into()),
+        ("windows_over_loss", windows(own).filter(|w| w.frames.loss() > MOST_LOST).count().into()),
+        ("carried", sum(|window| window.frames.carried).into()),
+        ("lost", sum(|window| window.frames.lost).into()),
+        ("late", sum(|window| window.frames.late).into()),
+        ("corrupt", sum(|window| window.frames.corrupt).into()),
     ]));
     if case.translated() {
         row.figures.extend(messages_per(own, "packet"));
@@ -100,14 +100,13 @@ fn row(outcome: &Outcome, [off, ours, dpdk]: [&[Measured]; 3]) -> Row {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::{Interval, net::Options, options};
+    use crate::bench::{Interval, net::Options, options, window::Frames};
 
     fn measured(packets: u64, lost: u64, share: f64, ping: f64) -> Measured {
         let window = Window {
             seconds: 2.0,
             done: packets,
-            carried: packets,
-            lost,
+            frames: Frames { carried: packets, lost, ..Frames::default() },
             driver_share: share,
             backend_share: 1.0,
             ..Window::default()
@@ -168,7 +167,7 @@ mod tests {
     #[test]
     fn wrong_frames_of_ours_are_errors() {
         let mut bad = measured(10, 0, 1.0, 140.0);
-        bad.window.as_mut().unwrap().corrupt = 1;
+        bad.window.as_mut().unwrap().frames.corrupt = 1;
         let good = || vec![measured(10, 0, 1.0, 140.0)];
         let found = filled(vec![
             vec![vec![bad.clone()], good()],

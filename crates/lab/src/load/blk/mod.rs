@@ -60,7 +60,8 @@ pub struct BlkLoad {
     sides: Vec<Side>,
     content: Content,
     depth: usize,
-    tally: Tally,
+    /// What became of the completed requests.
+    pub tally: Tally,
 }
 
 impl BlkLoad {
@@ -94,7 +95,7 @@ impl BlkLoad {
     }
 
     /// Takes back and checks completed requests, and submits as many again if `more`; returns how
-    /// many completed.
+    /// many completed. Where each request has addresses of its own it serves misses, too.
     ///
     /// # Errors
     /// The back end hung up, or broke a ring.
@@ -110,27 +111,19 @@ impl BlkLoad {
                 side.ring.wait()?;
             }
         }
+        if link.space.addressing.is_fresh() {
+            link.serve_misses()?;
+        }
         Ok(completed)
     }
 
     /// Sends pending UPDATEs and INVALIDATEs and serves the misses that have come; returns how many
-    /// misses these were. To be called often if there is an IOMMU: with fresh addresses nothing
-    /// proceeds without this.
+    /// misses these were. To be called now and then if there is an IOMMU.
     ///
     /// # Errors
     /// The back end hung up, or broke a ring.
     pub fn serve_misses(&mut self) -> Result<u64> {
         self.link.serve_misses()
-    }
-
-    /// How many requests are submitted and not completed.
-    pub fn in_flight(&self) -> usize {
-        self.sides.iter().map(Side::in_flight).sum()
-    }
-
-    /// What became of the completed requests.
-    pub fn tally(&self) -> Tally {
-        self.tally
     }
 
     /// What happened on the sockets.
@@ -144,7 +137,7 @@ impl BlkLoad {
     /// The back end hung up, or broke a ring, or nothing completes within `timeout`.
     pub fn drain(&mut self, timeout: Duration) -> Result<()> {
         let mut since = Instant::now();
-        while self.in_flight() > 0 {
+        while self.sides.iter().any(|side| side.in_flight() > 0) {
             self.serve_misses()?;
             if self.turn(false)? > 0 {
                 since = Instant::now();

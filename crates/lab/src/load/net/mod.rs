@@ -93,9 +93,10 @@ pub struct NetDriver {
     link: Link,
     rx: Side,
     tx: Side,
-    arrivals: Arrivals,
-    /// Packets that the device has taken.
-    taken: u64,
+    /// What arrived.
+    pub arrivals: Arrivals,
+    /// Packets that the device has taken from the transmit ring.
+    pub taken: u64,
 }
 
 impl NetDriver {
@@ -166,24 +167,9 @@ impl NetDriver {
         self.rx.in_flight().saturating_sub(self.arrivals.outstanding() as usize)
     }
 
-    /// Packets that the device has taken from the transmit ring.
-    pub fn taken(&self) -> u64 {
-        self.taken
-    }
-
     /// Frames that are in the transmit ring.
     pub fn queued(&self) -> usize {
         self.tx.in_flight()
-    }
-
-    /// What arrived.
-    pub fn arrivals(&self) -> &Arrivals {
-        &self.arrivals
-    }
-
-    /// Gives up what is outstanding: it is lost.
-    pub fn give_up(&mut self) {
-        self.arrivals.give_up();
     }
 
     /// What happened on the sockets.

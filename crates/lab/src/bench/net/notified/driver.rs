@@ -7,7 +7,10 @@ use anyhow::{Context, Result};
 
 use super::{Mapped, link, ring::Ring};
 use crate::{
-    bench::net::{case::Direction, load::account, testpmd::Counted},
+    bench::{
+        net::{case::Direction, load::account, testpmd::Counted},
+        window::Frames,
+    },
     run::{device::Report, viommu::Behind},
 };
 
@@ -25,17 +28,6 @@ pub(super) struct Driver<P> {
     arrivals: Arrivals,
     /// Frames that the device has taken.
     taken: u64,
-}
-
-/// The outcome of a connection.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Account {
-    /// Frames that should have come, and those that did not.
-    pub(super) carried: u64,
-    pub(super) lost: u64,
-    pub(super) late: u64,
-    pub(super) corrupt: u64,
-    pub(super) report: Report,
 }
 
 impl<P> Driver<P> {
@@ -105,7 +97,10 @@ impl<P> Driver<P> {
 
     /// Ends it in order, and returns what became of all frames, and the device's report by `finish`. Outstanding
     /// frames are lost.
-    pub(super) fn close(self, finish: impl FnOnce(&mut P) -> Result<Report>) -> Result<Account> {
+    pub(super) fn close(
+        self,
+        finish: impl FnOnce(&mut P) -> Result<Report>,
+    ) -> Result<(Frames, Report)> {
         let Driver { mut rx, mut tx, mut link, direction, mut arrivals, taken } = self;
         // Transmit first: the device still gives back what it has taken.
         for index in [1, 0] {
@@ -118,11 +113,10 @@ impl<P> Driver<P> {
         let report = link.hang_up().and_then(|()| finish(&mut link.peer));
         let report = report.context("ending the device process")?;
         let counted = Counted { taken: report.taken, given: report.given };
-        let (carried, lost) = account(direction, &arrivals, taken, Some(counted));
+        let mut frames = account(direction, &arrivals, taken, Some(counted));
         // What the device lost does not come back: in a loop it is counted.
-        let more = if direction == Direction::Loop { 0 } else { report.lost };
-        let Arrivals { late, corrupt, .. } = arrivals;
-        Ok(Account { carried, lost: lost + more, late, corrupt, report })
+        frames.lost += if direction == Direction::Loop { 0 } else { report.lost };
+        Ok((frames, report))
     }
 
     #[cfg(test)]

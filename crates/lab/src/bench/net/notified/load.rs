@@ -54,18 +54,11 @@ pub(in crate::bench::net) fn measure(
     }
     let after = mark(&driver);
     drain(&mut driver)?;
-    let account = driver.close(Process::finish)?;
-    let Report { iommu_refused, faults, .. } = account.report;
+    let (frames, report) = driver.close(Process::finish)?;
+    let Report { iommu_refused, faults, .. } = report;
     ensure!(iommu_refused == 0, "the virtio-iommu refused {iommu_refused} requests");
-    ensure!(faults == 0, "the device met {faults} faults: {:?}", account);
-
-    Ok(Window {
-        carried: account.carried,
-        lost: account.lost,
-        late: account.late,
-        corrupt: account.corrupt,
-        ..before.until(&after)
-    })
+    ensure!(faults == 0, "the device met {faults} faults: {frames:?}, {report:?}");
+    Ok(Window { frames, ..before.until(&after) })
 }
 
 /// Requests to the virtio-iommu are the messages.

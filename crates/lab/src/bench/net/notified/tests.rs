@@ -9,14 +9,9 @@ use anyhow::Result;
 use ringfence_dma::Policy;
 use ringfence_run::worker::Notify;
 
-use super::{
-    Mapped,
-    driver::{self, Account},
-    load::drain,
-    ring::Ring,
-};
+use super::{Mapped, driver, load::drain, ring::Ring};
 use crate::{
-    bench::net::case::Direction,
+    bench::{net::case::Direction, window::Frames},
     run::device::{Report, serve_net},
 };
 
@@ -33,7 +28,7 @@ fn open(mapped: Mapped, direction: Direction) -> Driver {
     Driver::open(mapped, direction, start).unwrap()
 }
 
-fn close(driver: Driver) -> Account {
+fn close(driver: Driver) -> (Frames, Report) {
     let end =
         driver.close(|thread| thread.take().expect("finished once").join().expect("no panic"));
     end.unwrap()
@@ -60,7 +55,7 @@ fn drain_all(driver: &mut Driver) {
     }
 }
 
-fn end(mut driver: Driver) -> Account {
+fn end(mut driver: Driver) -> (Frames, Report) {
     drain_all(&mut driver);
     close(driver)
 }
@@ -74,9 +69,9 @@ fn every_row_carries_frames_and_maps_as_it_says() {
             turns(&mut driver, |driver| driver.frames() >= FRAMES);
             let iommu = driver.link.iommu.stats();
             let [maps, unmaps] = [iommu.maps, iommu.unmaps];
-            let account = end(driver);
-            let Account { carried, lost, late, corrupt, report } = account;
-            let what = format!("{mapped:?} {direction}: {account:?}");
+            let (frames, report) = end(driver);
+            let Frames { carried, lost, late, corrupt } = frames;
+            let what = format!("{mapped:?} {direction}: {frames:?}, {report:?}");
             assert!(carried >= FRAMES, "{what}");
             assert_eq!((lost, late, corrupt), (0, 0, 0), "{what}");
             assert_eq!((report.faults, report.iommu_refused), (0, 0), "{what}");
@@ -133,7 +128,7 @@ fn a_frame_that_was_unmapped_cannot_be_read() {
         // That is shown before the frame is given back.
         let came = rx.pop_stray().unwrap();
         assert_eq!(came.is_some(), reached, "{mapped:?}");
-        let report = close(driver).report;
+        let (_, report) = close(driver);
         assert_eq!((report.faults > 0, report.lost > 0), (!reached, !reached), "{report:?}");
     }
 }
@@ -150,7 +145,7 @@ fn a_buffer_that_was_unmapped_cannot_be_written() {
         assert_eq!(wait(rx).map(|len| len > 0), Some(reached), "{mapped:?}");
         let (_, frame) = tx.stale();
         assert_eq!(frame.to_vec().iter().all(|&byte| byte == 0xa5), !reached, "{mapped:?}");
-        let report = close(driver).report;
+        let (_, report) = close(driver);
         assert_eq!(report.faults > 0, !reached, "{mapped:?}: {report:?}");
     }
 }
