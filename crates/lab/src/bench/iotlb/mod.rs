@@ -86,7 +86,7 @@ pub struct Options {
     pub implementations: List<Implementation>,
 
     /// Numbers of entries, up to 1024k; for threads 512, if that is one of them.
-    #[arg(long, value_name = "LIST", default_value_t = List::from(&Entries::DEFAULTS[..]))]
+    #[arg(long, value_name = "LIST", default_value = "1,4,64,512,2k,64k")]
     pub entries: List<Entries>,
 
     /// Sizes of entries: 4k, 2m, 1g [default: all; other orders than random for 4k only].

@@ -82,12 +82,6 @@ counted! {
     Entries(u64), "number of entries", ("k", 1 << 10), 1..=1 << 20
 }
 
-impl Entries {
-    /// What is measured by default.
-    pub const DEFAULTS: [Entries; 6] =
-        [Entries(1), Entries(4), Entries(64), Entries(512), Entries(2 << 10), Entries(64 << 10)];
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

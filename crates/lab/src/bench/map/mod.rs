@@ -123,7 +123,7 @@ pub struct Options {
     pub ops: List<Op>,
 
     /// How many mappings are mapped and unmapped together, up to 1024.
-    #[arg(long = "batch", value_name = "LIST", default_value_t = List::from(&Batch::DEFAULTS[..]))]
+    #[arg(long = "batch", value_name = "LIST", default_value = "1,8,64,256")]
     pub batches: List<Batch>,
 
     /// How the pages of a batch lie; two-domains takes the first.
@@ -131,7 +131,7 @@ pub struct Options {
     pub orders: List<Order>,
 
     /// How many mappings a domain holds, for one-of, attach and memory, up to 4m.
-    #[arg(long = "live", value_name = "LIST", default_value_t = List::from(&Live::DEFAULTS[..]))]
+    #[arg(long = "live", value_name = "LIST", default_value = "1k,1m")]
     pub lives: List<Live>,
 
     /// Rounds.

@@ -72,19 +72,9 @@ counted! {
     Batch(usize), "batch", PLAIN, 1..=1024
 }
 
-impl Batch {
-    /// What is measured by default.
-    pub const DEFAULTS: [Batch; 4] = [Batch(1), Batch(8), Batch(64), Batch(256)];
-}
-
 counted! {
     /// How many mappings a domain holds: `1k`, `1m`.
     Live(usize), "number of mappings", ("km", 1000), 2..=4_000_000
-}
-
-impl Live {
-    /// What is measured by default.
-    pub const DEFAULTS: [Live; 2] = [Live(1_000), Live(1_000_000)];
 }
 
 #[cfg(test)]

@@ -56,11 +56,6 @@ counted! {
     Entry(u64), "power of two", ("kmg", 1 << 10), 4 << 10..=1 << 30, u64::is_power_of_two
 }
 
-impl Entry {
-    /// Those of the default run.
-    pub const ALL: [Entry; 4] = [Entry(1 << 30), Entry(2 << 20), Entry(64 << 10), Entry(4 << 10)];
-}
-
 /// One contest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Case {

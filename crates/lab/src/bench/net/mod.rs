@@ -117,7 +117,7 @@ pub struct Options {
     pub directions: List<Direction>,
 
     /// How much an entry of the static part covers: powers of two from 4k to 1g.
-    #[arg(long, value_name = "LIST", default_value_t = List::from(&Entry::ALL[..]))]
+    #[arg(long, value_name = "LIST", default_value = "1g,2m,64k,4k")]
     pub entries: List<Entry>,
 
     /// Formats of rings: packed with the smallest entries only.

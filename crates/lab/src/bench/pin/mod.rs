@@ -95,7 +95,7 @@ pub struct Options {
     pub implementations: List<Implementation>,
 
     /// Lengths of lists, pages of 4 KiB, up to 16384.
-    #[arg(long, value_name = "LIST", default_value_t = List::from(&Pages::DEFAULTS[..]))]
+    #[arg(long, value_name = "LIST", default_value = "1,8,64,512,4096")]
     pub pages: List<Pages>,
 
     /// What backs the memory: 4k, thp, hugetlb [default: all]; what is named and missing fails the

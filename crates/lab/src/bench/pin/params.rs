@@ -45,11 +45,6 @@ counted! {
     Pages(usize), "number of pages", PLAIN, 1..=16384
 }
 
-impl Pages {
-    /// What is measured by default.
-    pub const DEFAULTS: [Pages; 5] = [Pages(1), Pages(8), Pages(64), Pages(512), Pages(4096)];
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
