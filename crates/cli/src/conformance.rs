@@ -85,11 +85,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let found: Report = kit::run(&mut subject, wanted);
     let device = arguments.socket.display().to_string();
     let strict = arguments.strict;
-    output::report(
-        json,
-        || report::to_json(&found, &device, strict),
-        || report::to_text(&found, &device, strict),
-    )?;
+    let data = report::to_json(&found, &device, strict);
+    output::report(json, &data, || report::to_text(&found, &device, strict))?;
     Ok(match found.conforms(strict) {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,

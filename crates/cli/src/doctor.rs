@@ -88,7 +88,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let json = arguments.json.as_deref().map(Output::open).transpose()?;
     let found =
         examine(arguments.root.as_deref(), purposes, arguments.device.as_deref(), arguments.memory);
-    report(json, || found.to_json(), || found.to_text())?;
+    report(json, &found, || found.to_text())?;
     Ok(if found.is_ready() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

@@ -13,6 +13,7 @@ use rustix::{
     fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat},
     io::Errno,
 };
+use serde::Serialize;
 
 /// A file that is opened at the beginning and written at the end. It keeps its content until then;
 /// if it was created here and nothing was written, it is removed.
@@ -84,14 +85,21 @@ pub(crate) fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
     placed.inspect_err(|_| _ = remove())
 }
 
+/// Writes plain data to where `--json` leads: one object, pretty-printed, with a newline at the end.
+pub(crate) fn write_json(to: Option<Output>, data: &impl Serialize) -> Result<()> {
+    // Only maps with keys that are not text can fail, and there is none.
+    let text = || serde_json::to_string_pretty(data).expect("plain data") + "\n";
+    to.map_or(Ok(()), |output| output.write(&text()))
+}
+
 /// Writes the JSON to where `--json` leads, and prints the text unless that is standard output.
 pub(crate) fn report(
     json: Option<Output>,
-    to_json: impl FnOnce() -> String,
+    data: &impl Serialize,
     to_text: impl FnOnce() -> String,
 ) -> Result<()> {
     let shows = !json.as_ref().is_some_and(Output::is_stdout);
-    json.map_or(Ok(()), |output| output.write(&to_json()))?;
+    write_json(json, data)?;
     if shows { print(&to_text()) } else { Ok(()) }
 }
 

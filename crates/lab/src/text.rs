@@ -2,7 +2,6 @@
 
 pub(crate) use comfy_table::CellAlignment;
 use comfy_table::{ContentArrangement, Table, presets::NOTHING};
-use serde::Serialize;
 
 /// Widest line.
 pub(crate) const WIDTH: usize = 120;
@@ -35,12 +34,6 @@ pub(crate) fn columns(
         column.set_padding((blanks, 0)).set_cell_alignment(alignment);
     }
     table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
-}
-
-/// Plain data as JSON: one object, pretty-printed, with a newline at the end.
-pub(crate) fn json(data: &impl Serialize) -> String {
-    // Only maps with keys that are not text can fail, and there is none.
-    serde_json::to_string_pretty(data).expect("plain data") + "\n"
 }
 
 /// At most five characters, three of them significant digits: `0`, `.012`, `1.23`, `45.6`, `7890`,

@@ -51,13 +51,6 @@ impl Report {
         self.ready.values().all(|ready| *ready)
     }
 
-    /// One object, with a newline at its end.
-    pub(super) fn to_json(&self) -> String {
-        let text = serde_json::to_string_pretty(self);
-        // Only maps with keys that are not text can fail, and there are none here.
-        text.unwrap_or_else(|error| unreachable!("a report is plain data: {error}")) + "\n"
-    }
-
     /// As text.
     pub(super) fn to_text(&self) -> String {
         let mut out = String::new();

@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 use ringfence_lab::bench::{Measure, blk, bounce, iotlb, iova, map, net, pin};
 
 use super::session::{Begun, Session, conclude, unprinted};
-use crate::output::Output;
+use crate::output::{Output, write_json};
 
 /// What can be measured.
 #[derive(Subcommand)]
@@ -114,7 +114,7 @@ impl<M: Measure> Of<M> {
         // What did not run is said too.
         let has_text = !benchmark.rows.is_empty() || benchmark.placement.is_some();
         let text = !json.as_ref().is_some_and(Output::is_stdout) && has_text;
-        let json = json.map_or(Ok(()), |output| output.write(&benchmark.json()));
+        let json = write_json(json, &benchmark);
         benchmark.warnings = unprinted(benchmark.warnings, progress);
         let shown = match text {
             true => self.options.print(&benchmark, self.details),

@@ -11,7 +11,7 @@ use ringfence_lab::{
 };
 
 use crate::lab::session::{Begun, Session, conclude, unprinted};
-use crate::output::{Output, print};
+use crate::output::{Output, print, write_json};
 
 #[derive(Args)]
 pub(crate) struct Arguments {
@@ -75,7 +75,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Files outlive the terminal: they contain all warnings.
     let warnings = comparison.warnings.clone();
     comparison.warnings.extend(verdict.iter().cloned());
-    let json = json.map_or(Ok(()), |output| output.write(&comparison.json()));
+    let json = write_json(json, &comparison);
     let picture =
         arguments.report.as_ref().and_then(|path| path.extension()) == Some("svg".as_ref());
     let report_file = report_file.map_or(Ok(()), |output| {

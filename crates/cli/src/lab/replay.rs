@@ -7,7 +7,7 @@ use clap::Args;
 use ringfence_lab::replay::{Ended, Options, replay, table};
 
 use crate::lab::session::{Begun, Session, conclude, unprinted};
-use crate::output::Output;
+use crate::output::{Output, write_json};
 
 #[derive(Args)]
 pub(crate) struct Arguments {
@@ -30,7 +30,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     }
     let printed = report.warnings.clone();
     report.warnings.extend(verdict.iter().cloned());
-    let json = json.map_or(Ok(()), |output| output.write(&report.to_json()));
+    let json = write_json(json, &report);
     report.warnings = unprinted(printed, progress);
     let shown = match show && !report.traces.is_empty() {
         true => table::render(&report),

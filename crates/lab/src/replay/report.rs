@@ -6,7 +6,7 @@ use super::{
     space::{Moment, Peaks},
     stream::LeftOut,
 };
-use crate::{report::Machine, stats::Estimate, text::json};
+use crate::{report::Machine, stats::Estimate};
 
 /// Name and version of the JSON contract.
 pub const SCHEMA: &str = "ringfence.replay/1";
@@ -162,10 +162,5 @@ impl Report {
             rounds,
             ..Report::default()
         }
-    }
-
-    /// As JSON, one object, pretty-printed, with a newline at the end.
-    pub fn to_json(&self) -> String {
-        json(self)
     }
 }

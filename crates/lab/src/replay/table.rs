@@ -189,10 +189,13 @@ mod tests {
     fn json_is_read_back() {
         let report = report();
         assert_eq!(
-            serde_json::from_str::<Report>(&report.to_json()).unwrap().traces[0].lines,
+            serde_json::from_value::<Report>(serde_json::to_value(&report).unwrap())
+                .unwrap()
+                .traces[0]
+                .lines,
             1_000_000
         );
-        let value: serde_json::Value = serde_json::from_str(&report.to_json()).unwrap();
+        let value = serde_json::to_value(&report).unwrap();
         assert_eq!(value["schema"], "ringfence.replay/1");
         assert_eq!(value["traces"][0]["allocators"][1]["impl"], "rbtree");
         assert!(value["traces"][0]["allocators"][1]["ns_per_op"]["median"].is_number());

@@ -46,32 +46,23 @@ fn section(page: &mut String, job: &JobReport) {
         Metric::Bandwidth => "Bandwidth against off",
         Metric::Iops => "I/Os a second against off",
     };
-    let mut bars =
-        |title, hint, reference, of: &dyn Fn(&PolicyResult) -> Option<(Estimate, String)>| {
-            let finite = |(estimate, _): &(Estimate, String)| estimate.median.is_finite();
-            let bar = |row| Bar {
-                label: job.label(row),
-                family: family(&row.policy),
-                value: of(row).filter(finite),
-            };
-            chart(page, title, hint, reference, &job.results.iter().map(bar).collect::<Vec<_>>());
-        };
     let alone = |n: f64| Estimate { median: n, lo: None, hi: None };
     let times = |e: Estimate| {
         let half = e.half_width().map_or(String::new(), |half| format!(" ±{half:.2}"));
         format!("×{:.2}{half}", e.median)
     };
-    bars(measure, "higher is better", Some(1.0), &|row| {
+    chart(page, job, (measure, "higher is better"), Some(1.0), &|row| {
         row.ratio(job.metric).map(|e| (e, curve::percent(e)))
     });
-    bars("Mean latency against off", "lower is better", Some(1.0), &|row| {
+    chart(page, job, ("Mean latency against off", "lower is better"), Some(1.0), &|row| {
         row.ratio_to_off.map(|r| (r.latency, times(r.latency)))
     });
-    bars("Syncs per I/O", "each waits for the device; fewer is better", None, &|row| {
+    let hint = "each waits for the device; fewer is better";
+    chart(page, job, ("Syncs per I/O", hint), None, &|row| {
         row.syncs_per_io.map(|n| (alone(n), number(n)))
     });
     let hint = "longest access that succeeded after unmap; 0 keeps the promise of strict";
-    bars("Stale window, ms", hint, None, &|row| {
+    chart(page, job, ("Stale window, ms", hint), None, &|row| {
         row.stale_window.map(|w| (alone(w.max_ms), format!("{} ms", number(w.max_ms))))
     });
     curve::figure(page, job);
@@ -89,32 +80,32 @@ fn preformatted(page: &mut String, text: &str) {
     page.push_str("</pre>\n");
 }
 
-struct Bar {
-    label: String,
-    family: &'static str,
-    /// None: does not apply, or was not measured.
-    value: Option<(Estimate, String)>,
-}
+/// How long a bar is, and its figure in words. `None`: does not apply, or was not measured.
+type Bar = Option<(Estimate, String)>;
 
-/// Horizontal bars from 0, with whiskers where there is an interval.
-fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bars: &[Bar]) {
+/// Horizontal bars from 0, one a row, with whiskers where there is an interval.
+fn chart(
+    page: &mut String,
+    job: &JobReport,
+    (title, hint): (&str, &str),
+    reference: Option<f64>,
+    of: &dyn Fn(&PolicyResult) -> Bar,
+) {
     const ROW: f64 = 26.0;
     const WIDTH: f64 = 500.0;
     /// For the figures, on the right.
     const VALUE: f64 = 126.0;
+    let bar = |row| of(row).filter(|(estimate, _)| estimate.median.is_finite());
+    let bars: Vec<_> = job.results.iter().map(|row| (job.label(row), row, bar(row))).collect();
+    let estimates = || bars.iter().filter_map(|(.., bar)| Some(bar.as_ref()?.0));
     // Some seven units a letter, and never less than half of the room for the bars.
-    let longest = bars.iter().map(|bar| bar.label.chars().count()).max().unwrap_or(0) as f64;
+    let longest = bars.iter().map(|(label, ..)| label.chars().count()).max().unwrap_or(0) as f64;
     let left = (7.2 * longest + 16.0).clamp(104.0, 240.0);
     let plot = WIDTH - VALUE - left;
     let height = ROW * bars.len() as f64 + 8.0;
-    let medians = bars.iter().filter_map(|bar| bar.value.as_ref()).map(|(e, _)| e.median);
-    let highest = medians.chain(reference).fold(0.0, f64::max);
+    let highest = estimates().map(|e| e.median).chain(reference).fold(0.0, f64::max);
     // An interval from two rounds may reach far beyond: it is cut off rather than flatten all bars.
-    let widest = bars
-        .iter()
-        .filter_map(|bar| bar.value.as_ref()?.0.hi)
-        .fold(highest, f64::max)
-        .min(highest * 1.4);
+    let widest = estimates().filter_map(|e| e.hi).fold(highest, f64::max).min(highest * 1.4);
     let scale = if widest > 0.0 { plot / widest } else { 0.0 };
     let x = |value: f64| left + (value * scale).clamp(0.0, plot);
     put!(
@@ -122,21 +113,22 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
         "<figure>\n<figcaption>{title}<small>{hint}</small></figcaption>\n\
              <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{title}\">\n"
     );
-    for (index, Bar { label, family, value }) in bars.iter().enumerate() {
+    for (index, (label, row, bar)) in bars.iter().enumerate() {
         let top = ROW * index as f64 + 4.0;
         let (middle, base) = (top + ROW / 2.0 - 2.0, top + ROW / 2.0 + 2.5);
         text(page, "label", left - 8.0, base, label);
-        let Some((estimate, value)) = value else {
+        let Some((estimate, value)) = bar else {
             text(page, "none", left + 6.0, base, "–");
             continue;
         };
         put!(
             page,
             "<rect x=\"{left}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" rx=\"2\" \
-                 class=\"bar {family}\"><title>{}: {}</title></rect>\n",
+                 class=\"bar {}\"><title>{}: {}</title></rect>\n",
             top + 2.0,
             x(estimate.median) - left,
             ROW - 8.0,
+            family(&row.policy),
             escape(label),
             escape(value)
         );

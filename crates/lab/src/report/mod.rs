@@ -12,7 +12,7 @@ use crate::{
     memory,
     run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
-    text::{bytes, count, json, plain},
+    text::{bytes, count, plain},
 };
 
 mod bounce;
@@ -253,6 +253,18 @@ pub struct StaleWindow {
     pub probes: u64,
 }
 
+impl StaleWindow {
+    /// What two probes found, or one in two rounds.
+    pub(crate) fn and(self, other: StaleWindow) -> StaleWindow {
+        StaleWindow {
+            max_ms: self.max_ms.max(other.max_ms),
+            byte_ms: self.byte_ms + other.byte_ms,
+            accesses: self.accesses.saturating_add(other.accesses),
+            probes: self.probes.saturating_add(other.probes),
+        }
+    }
+}
+
 /// Lookups of the device's IOTLB, and its invalidations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Iotlb {
@@ -390,11 +402,6 @@ impl Comparison {
         }
     }
 
-    /// All of it as JSON: one object, pretty-printed, with a newline at the end.
-    pub fn json(&self) -> String {
-        json(self)
-    }
-
     /// Errors of all jobs and policies together.
     pub fn errors(&self) -> u64 {
         let rows = self.jobs.iter().flat_map(|job| &job.results);
@@ -516,12 +523,7 @@ impl PolicyResult {
                 .then(|| WaitSummary { p50: waits.quantile(0.5), p99: waits.quantile(0.99) }),
             sync_waits: SyncWaits::new(row),
             exposure: Exposure::new(row),
-            stale_window: rounds.iter().filter_map(|s| s.stale).reduce(|a, b| StaleWindow {
-                max_ms: a.max_ms.max(b.max_ms),
-                byte_ms: a.byte_ms + b.byte_ms,
-                accesses: a.accesses.saturating_add(b.accesses),
-                probes: a.probes.saturating_add(b.probes),
-            }),
+            stale_window: rounds.iter().filter_map(|s| s.stale).reduce(StaleWindow::and),
             bounced_per_io: per(bounce(|b| b.bounced), ios),
             bounced_fraction: per(bounce(|b| b.bounced), bounce(|b| b.maps)),
             copied_bytes_per_io: per(bounce(|b| b.copied_bytes), ios),

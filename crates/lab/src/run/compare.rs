@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use ringfence_dma::{BounceLimits, Policy, Trust};
+use ringfence_dma::{BounceLimits, Policy, Stats, Trust};
 use ringfence_drivers::ram::PagedBuffer;
 use ringfence_run::slice;
 
@@ -20,7 +20,6 @@ use super::{
     load::Load,
     path::{FilePath, MemoryPath},
     plan::Plan,
-    probe::Found,
     row::Line,
     target::{Content, DiskChoice, Target},
 };
@@ -350,14 +349,12 @@ impl Stage<'_> {
         let protected = plan.is_protected();
         let conducted = self.conduct(&mut paths, clones, buffers, round, Some(&link));
         let probes = paths.iter().filter_map(|path| path.probe());
-        let found = probes.fold(Found::default(), |sum, probe| sum.and(probe.found()));
+        let found = probes.fold(StaleWindow::default(), |sum, probe| sum.and(probe.found));
         let leak = (dma.effective_policy().is_strict() && found.accesses > 0).then(|| {
             format!(
                 "after unmap had returned, the device reached the memory in {} of {} attempts, \
                  up to {:.3} ms later",
-                found.accesses,
-                found.probes,
-                found.max_ns as f64 / 1e6
+                found.accesses, found.probes, found.max_ms
             )
         });
         // Memory that was reached after its unmap is the finding, whatever else failed.
@@ -388,12 +385,8 @@ impl Stage<'_> {
         let report = link.close()?;
         // Nothing is unmapped while it runs, so there is nothing to probe.
         let probed = exposure.filter(|_| !plan.row.stays_mapped());
-        let stale = probed.map(|counted| StaleWindow {
-            max_ms: found.max_ns as f64 / 1e6,
-            byte_ms: counted.exposure.byte_ns as f64 / 1e6,
-            accesses: found.accesses,
-            probes: found.probes,
-        });
+        let byte_ms = |counted: Stats| counted.exposure.byte_ns as f64 / 1e6;
+        let stale = probed.map(|counted| StaleWindow { byte_ms: byte_ms(counted), ..found });
         let iotlb = protected.then_some(Iotlb {
             hits: report.iotlb_hits,
             misses: report.iotlb_misses,

@@ -28,6 +28,7 @@ use super::{
     device::DISK_ID,
     space::{Dma, Queue},
 };
+use crate::report::StaleWindow;
 
 /// From the end of a probe to the next.
 const EVERY_NS: u64 = 2_000_000;
@@ -91,36 +92,16 @@ impl Aim {
     }
 }
 
-/// What the probe found so far.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Found {
-    /// Descriptors that the device had to carry out, or to complete, after their address was
-    /// unmapped.
-    pub(crate) probes: u64,
-    /// Those of them that the device carried out.
-    pub(crate) accesses: u64,
-    /// From the return of unmap to the completion of the last access that succeeded.
-    pub(crate) max_ns: u64,
-}
-
-impl Found {
-    /// What two probes found.
-    pub(crate) fn and(self, other: Found) -> Found {
-        Found {
-            probes: self.probes + other.probes,
-            accesses: self.accesses + other.accesses,
-            max_ns: self.max_ns.max(other.max_ns),
-        }
-    }
-}
-
 /// The probe of one job thread.
 pub(crate) struct Probe {
     state: State,
     strict: bool,
     /// How many were begun.
     begun: u64,
-    found: Found,
+    /// What it found so far. A probe is a descriptor that the device had to carry out, or to complete,
+    /// after its address was unmapped, and an access is one that it carried out; its time is that of its
+    /// completion.
+    pub(crate) found: StaleWindow,
 }
 
 fn blank(buffer: &mut PagedBuffer) {
@@ -140,11 +121,7 @@ impl Probe {
     /// is one too many.
     pub(crate) fn new(buffer: PagedBuffer, strict: bool) -> Probe {
         let state = State::Idle { buffer, next_ns: 0 };
-        Probe { state, strict, begun: 0, found: Found::default() }
-    }
-
-    pub(crate) fn found(&self) -> Found {
-        self.found
+        Probe { state, strict, begun: 0, found: StaleWindow::default() }
     }
 
     /// Whether no probe is in flight.
@@ -200,7 +177,7 @@ impl Probe {
                 let open_ns = now - *unmapped_ns;
                 if reached {
                     self.found.accesses += 1;
-                    self.found.max_ns = self.found.max_ns.max(open_ns);
+                    self.found.max_ms = self.found.max_ms.max(open_ns as f64 / 1e6);
                 }
                 if reached && !self.strict && open_ns < GIVE_UP_NS || reads && !reached {
                     self.probe_unmapped(queue, page)?;
