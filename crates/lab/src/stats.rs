@@ -127,18 +127,14 @@ pub struct LatencySummary {
 }
 
 impl Default for Latencies {
+    /// An empty one. Allocates all it will ever need: [`Latencies::record`] does not.
     fn default() -> Latencies {
-        Latencies::new()
+        Latencies(Histogram::new_with_max(Latencies::MAX, 3).expect("the bounds are legal"))
     }
 }
 
 impl Latencies {
     const MAX: u64 = 1_000_000_000_000;
-
-    /// An empty one. Allocates all it will ever need: [`Latencies::record`] does not.
-    pub fn new() -> Latencies {
-        Latencies(Histogram::new_with_max(Latencies::MAX, 3).expect("the bounds are legal"))
-    }
 
     /// Counts one.
     #[inline]
@@ -264,7 +260,8 @@ mod tests {
 
     #[test]
     fn merged_latencies_are_those_of_one_histogram() {
-        let (mut a, mut b, mut both) = (Latencies::new(), Latencies::new(), Latencies::new());
+        let (mut a, mut b, mut both) =
+            (Latencies::default(), Latencies::default(), Latencies::default());
         for ns in 1..=1000u64 {
             let part = if ns % 3 == 0 { &mut a } else { &mut b };
             part.record(ns * 1000);

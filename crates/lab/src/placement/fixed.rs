@@ -50,11 +50,6 @@ const SEGMENT_SHIFT: u32 = 30;
 /// A ring's chunk, as far as it matters here: 256 pages.
 const RING: u64 = 256 * GRANULE;
 
-/// How many steps of progress there are.
-pub(super) fn steps(options: &Options) -> u64 {
-    u64::from(options.repeat)
-}
-
 /// One measurement of a round.
 struct Cell<'a> {
     /// A row for each time that it takes.
@@ -348,7 +343,7 @@ mod tests {
     use crate::progress::Kind;
 
     fn rows(options: &Options) -> Vec<Row> {
-        let progress = Progress::new(Kind::Silent, steps(options), Duration::ZERO);
+        let progress = Progress::new(Kind::Silent, options.repeat.into(), Duration::ZERO);
         measure(options, &progress, &AtomicBool::new(false)).unwrap()
     }
 

@@ -235,8 +235,9 @@ fn size(row: &Row) -> String {
 
 /// How many steps [`measure`] makes, and how long they should take together: for a [`Progress`].
 pub fn plan(options: &Options) -> (u64, Duration) {
-    let steps = streams::steps() + fixed::steps(options);
-    (steps, streams::STEP * streams::steps() as u32 + fixed::STEP * fixed::steps(options) as u32)
+    let placements = streams::PLACEMENTS.len() as u32;
+    let expected = streams::STEP * placements + fixed::STEP * options.repeat;
+    (u64::from(placements + options.repeat), expected)
 }
 
 /// Models the streams under every placement, and measures the static patterns. Once `stop` is set,

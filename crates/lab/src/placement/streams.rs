@@ -24,11 +24,6 @@ pub(super) const STEP: Duration = Duration::from_millis(1500);
 /// of them meet is chance.
 pub(super) const RUNS: u32 = 4;
 
-/// How many steps of progress there are.
-pub(super) fn steps() -> u64 {
-    PLACEMENTS.len() as u64
-}
-
 pub(super) fn measure(
     options: &Options,
     progress: &Progress,

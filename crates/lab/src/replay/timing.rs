@@ -134,7 +134,7 @@ impl Script {
         let allocators = self.serve(server);
         let mut held = vec![SlotRange::default(); self.slots];
         let clock = clock_cost();
-        let mut all = Latencies::new();
+        let mut all = Latencies::default();
         let mut worst = 0;
         // Allocations, frees: how many, how long.
         let mut sums = [(0u64, 0u64); 2];

@@ -38,21 +38,16 @@ pub(super) fn figure(page: &mut String, job: &JobReport) {
     page.push_str("</figure>\n");
 }
 
-/// A place on the exposure's axis.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum AxisPos {
-    /// The left edge.
-    Nothing,
-    /// Decimal logarithm; what is too little for one is at the axis's beginning, not at the edge.
-    Log(f64),
-    /// The right edge.
-    Unbounded,
-}
+/// The places of the two edges on the axis of exposure, the left one and the right one.
+const NOTHING: f64 = f64::NEG_INFINITY;
+const UNBOUNDED: f64 = f64::INFINITY;
 
 struct Point {
     label: String,
     family: &'static str,
-    place: AxisPos,
+    /// The exposure's decimal logarithm, or an edge; what is too little for a logarithm is at the axis's
+    /// beginning, not at the edge.
+    place: f64,
     ratio: f64,
     interval: Option<(f64, f64)>,
     about: String,
@@ -67,11 +62,11 @@ impl Point {
         let exposure = row.exposure?;
         let ratio = row.ratio(job.metric).filter(|ratio| ratio.median.is_finite())?;
         let place = match exposure.reach {
-            Reach::None | Reach::Copies => AxisPos::Nothing,
-            Reach::Persistent | Reach::Always | Reach::Leaked => AxisPos::Unbounded,
+            Reach::None | Reach::Copies => NOTHING,
+            Reach::Persistent | Reach::Always | Reach::Leaked => UNBOUNDED,
             Reach::Flush => {
                 let figure = exposure.mib_ms_per_gib().filter(|figure| figure.is_finite())?;
-                AxisPos::Log(if figure > 0.0 { figure.log10().clamp(-6.0, 12.0) } else { -6.0 })
+                if figure > 0.0 { figure.log10().clamp(-6.0, 12.0) } else { -6.0 }
             }
         };
         let label = job.label(row);
@@ -97,11 +92,8 @@ pub(super) fn chart(page: &mut String, job: &JobReport, attributes: &str) -> boo
     if points.is_empty() {
         return false;
     }
-    let log = |point: &Point| match point.place {
-        AxisPos::Log(log) => Some(log),
-        _ => None,
-    };
-    let logs: Vec<f64> = points.iter().filter_map(log).collect();
+    let logs = points.iter().map(|point| point.place).filter(|place| place.is_finite());
+    let logs: Vec<f64> = logs.collect();
     let drawn: Vec<_> = points.iter().map(|point| (point.ratio, point.interval)).collect();
     let (decades, ratios) = (Decades::of(&logs), Ratios::of(&drawn));
     put!(
@@ -111,13 +103,15 @@ pub(super) fn chart(page: &mut String, job: &JobReport, attributes: &str) -> boo
     );
     axes(page, &decades, &ratios);
     // Side by side within an edge, where the axis has no values.
-    for (edge, from) in [(AxisPos::Nothing, LEFT), (AxisPos::Unbounded, RIGHT - EDGE)] {
+    for (edge, from) in [(NOTHING, LEFT), (UNBOUNDED, RIGHT - EDGE)] {
         let of = points.iter().filter(|point| point.place == edge).count() as f64;
         let within = points.iter_mut().filter(|point| point.place == edge);
         within.zip(0..).for_each(|(point, n)| point.x = from + EDGE * (f64::from(n) + 0.5) / of);
     }
     for point in &mut points {
-        point.x = log(point).map_or(point.x, |log| decades.x(log));
+        if point.place.is_finite() {
+            point.x = decades.x(point.place);
+        }
         point.y = ratios.y(point.ratio);
     }
     points.sort_by(|a, b| a.x.total_cmp(&b.x));
@@ -176,7 +170,7 @@ fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {
 /// The best ratio at each exposure or less: a line that only rises.
 fn frontier(page: &mut String, points: &[Point]) {
     // Within an edge the order means nothing: its best is the beginning.
-    let first = points.iter().filter(|point| point.place == AxisPos::Nothing);
+    let first = points.iter().filter(|point| point.place == NOTHING);
     let mut best = first.map(|point| point.y).fold(f64::MAX, f64::min);
     let mut d = String::new();
     if best < f64::MAX {
@@ -186,7 +180,7 @@ fn frontier(page: &mut String, points: &[Point]) {
         // On the page less is higher.
         if *y < best {
             // Exposure without bound begins at its edge's border, whatever the point's slot.
-            let x = if *place == AxisPos::Unbounded { RIGHT - EDGE } else { *x };
+            let x = if *place == UNBOUNDED { RIGHT - EDGE } else { *x };
             match d.is_empty() {
                 true => put!(d, "M{x:.1} {y:.1}"),
                 false => put!(d, "H{x:.1}V{y:.1}"),

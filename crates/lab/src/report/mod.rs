@@ -484,8 +484,8 @@ impl PolicyResult {
             rounds.iter().filter_map(|s| s.bounce.as_ref().map(f)).max()
         };
         let mapped_gib = iommu(|i| i.mapped_bytes).map(|n| n / GIB);
-        let mut latency = Latencies::new();
-        let mut waits = Latencies::new();
+        let mut latency = Latencies::default();
+        let mut waits = Latencies::default();
         for sample in rounds {
             latency.merge(&sample.latency);
             if let Some(iommu) = &sample.iommu {

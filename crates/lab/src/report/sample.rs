@@ -59,8 +59,8 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
     let (rate, block) = if small { (90_000.0, 4096) } else { (38_000.0, 65536) };
     let ios = (rate * speed) as u64;
     let per_io = |n: f64| (n * ios as f64) as u64;
-    let mut latency = Latencies::new();
-    let mut sync_wait = Latencies::new();
+    let mut latency = Latencies::default();
+    let mut sync_wait = Latencies::default();
     for n in 0..1000u64 {
         latency.record((1e9 / rate * 128.0 / speed) as u64 * (500 + n) / 1000);
         sync_wait.record(2000 + n * n / 20);

@@ -154,19 +154,9 @@ pub(crate) fn run(
     content: Content,
     control: &Control,
 ) -> Result<Ran> {
-    let runner = Runner {
-        clones,
-        tasks: Vec::new(),
-        content,
-        control,
-        counted: vec![Counted::default(); jobs],
-        under_way: 0,
-    };
-    let result = runner.run(path);
-    if result.is_err() {
-        control.failed.store(true, Ordering::Release);
-    }
-    result
+    let (tasks, counted) = (Vec::new(), vec![Counted::default(); jobs]);
+    let runner = Runner { clones, tasks, content, control, counted, under_way: 0 };
+    runner.run(path).inspect_err(|_| control.failed.store(true, Ordering::Release))
 }
 
 struct Runner<'c> {

@@ -109,7 +109,7 @@ pub(super) fn iommu_sample([before, after]: &[Stock; 2], share: f64) -> IommuSam
     let (free_ns, _) = times(|stats| (stats.free_time, stats.frees));
     let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
     let iommu = after.iommu.since(&before.iommu);
-    let mut sync_wait = Latencies::new();
+    let mut sync_wait = Latencies::default();
     for (value, count) in iommu.sync_wait_ns.buckets() {
         sync_wait.record_n(value, count);
     }

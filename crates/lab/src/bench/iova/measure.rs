@@ -189,7 +189,7 @@ impl Entrant {
 
         let parts = workers(&mut self.set.churned, &self.sizes, threads, part ^ 1 << 32);
         let sampled = together(&method.cpus, parts, |_, mut worker| {
-            let mut latencies = Latencies::new();
+            let mut latencies = Latencies::default();
             with_subject!(contender, subject => {
                 worker.run(pattern, budget / 2, &mut Timed::new(subject, clock, &mut latencies));
             });

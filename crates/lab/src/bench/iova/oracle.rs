@@ -1,22 +1,18 @@
 //! An account of what is live according to the caller, kept apart from every allocator.
 
-use std::collections::BTreeMap;
+use super::peers::align;
+use crate::ranges::Ranges;
 
-use super::{pattern::LARGEST, peers::align};
-
-/// One bit a granule, in pages that exist once something in them was taken.
+/// The granules that are free.
 ///
 /// It shows two things that an allocator does not: whether what it hands out was free, and, when it
-/// hands out nothing, whether there was a hole.
+/// hands out nothing, whether there was a hole. (The peer `btreemap` is of such ranges too: whether they
+/// are right is tested by themselves.)
 pub(super) struct Oracle {
-    /// By their number. All but the first hold [`LARGEST`] granules.
-    pages: BTreeMap<u64, Box<Page>>,
+    free: Ranges,
     /// The last granule of the aperture; the first is 1.
     last: u64,
 }
-
-type Page = [u64; WORDS];
-const WORDS: usize = (LARGEST / 64) as usize;
 
 /// A rule that an allocator broke.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -32,17 +28,9 @@ pub(super) enum Violation {
 }
 
 impl Oracle {
-    /// Granules 1 to `last`, all of them free.
+    /// Granules 1 to `last`, all of them free. Granule 0 is never allocated (rule L2).
     pub(super) fn new(last: u64) -> Oracle {
-        let mut oracle = Oracle { pages: BTreeMap::new(), last };
-        // Granule 0 is never allocated (rule L2), nor is the part of the last page beyond `last`.
-        oracle.set(0, 1);
-        let beyond = last + 1;
-        let rest = beyond.next_multiple_of(LARGEST) - beyond;
-        if rest > 0 {
-            oracle.set(beyond, rest);
-        }
-        oracle
+        Oracle { free: Ranges([(1, last)].into()), last }
     }
 
     /// Notes a range that was handed out.
@@ -54,97 +42,33 @@ impl Oracle {
         if !first.is_multiple_of(align(granules)) {
             return Err(Violation::Misaligned { first, granules });
         }
-        match self.first_taken(first, end + 1) {
-            Some(taken) => Err(Violation::Overlap { first, granules, taken }),
-            None => {
-                self.set(first, granules);
-                Ok(())
-            }
+        if self.free.remove(first, end) {
+            return Ok(());
         }
+        let below = self.free.0.range(..=first).next_back();
+        let taken = below.map_or(first, |(_, last)| first.max(last + 1));
+        Err(Violation::Overlap { first, granules, taken })
     }
 
     /// Notes that a range was given back.
     pub(super) fn give(&mut self, first: u64, granules: u64) {
-        self.each_word(first, granules, |word, mask| *word &= !mask);
+        self.free.insert(first, first + (granules - 1));
     }
 
-    /// Whether there is a place for so many granules (up to [`LARGEST`]), aligned to their size.
+    /// Whether there is a place for so many granules, aligned to their size.
     pub(super) fn has_hole(&self, granules: u64) -> bool {
-        // A page that does not exist is free, all of it.
-        let pages = (self.last / LARGEST) + 1;
-        (self.pages.len() as u64) < pages || self.pages.values().any(|page| fits(page, granules))
+        self.free.0.iter().any(|(first, last)| {
+            let place = first.next_multiple_of(align(granules));
+            place + (granules - 1) <= *last
+        })
     }
-
-    /// The first granule from `at` up to `end` (not included) that is taken.
-    fn first_taken(&self, mut at: u64, end: u64) -> Option<u64> {
-        while at < end {
-            let (bits, mask) = word(at, end);
-            let page = self.pages.get(&(at / LARGEST));
-            let taken = page.map_or(0, |page| page[index(at)] & mask);
-            if taken != 0 {
-                return Some(at - at % 64 + u64::from(taken.trailing_zeros()));
-            }
-            at += bits;
-        }
-        None
-    }
-
-    fn set(&mut self, first: u64, granules: u64) {
-        self.each_word(first, granules, |word, mask| *word |= mask);
-    }
-
-    fn each_word(&mut self, first: u64, granules: u64, f: impl Fn(&mut u64, u64)) {
-        let (mut at, end) = (first, first + granules);
-        while at < end {
-            let page = self.pages.entry(at / LARGEST).or_insert_with(|| Box::new([0; WORDS]));
-            let (bits, mask) = word(at, end);
-            f(&mut page[index(at)], mask);
-            at += bits;
-        }
-    }
-}
-
-/// How many granules from `at` up to `end` lie in the same word as `at`, and their bits there.
-fn word(at: u64, end: u64) -> (u64, u64) {
-    let bits = (64 - at % 64).min(end - at);
-    (bits, (u64::MAX >> (64 - bits)) << (at % 64))
-}
-
-/// The word of a page that holds a granule.
-fn index(granule: u64) -> usize {
-    (granule % LARGEST / 64) as usize
-}
-
-/// Whether a page holds `granules` free ones at a multiple of their size.
-fn fits(page: &Page, granules: u64) -> bool {
-    let step = align(granules);
-    if step <= 64 {
-        // Within a word: bit `n` stays if those from `n` on are free, so many of them.
-        let starts = (0..64).step_by(step as usize).fold(0, |bits, at| bits | 1u64 << at);
-        return page.iter().any(|word| {
-            let mut free = !word;
-            let mut have = 1;
-            while have < granules {
-                let more = have.min(granules - have);
-                free &= free >> more;
-                have += more;
-            }
-            free & starts != 0
-        });
-    }
-    page.chunks((step / 64) as usize).any(|words| {
-        let (whole, rest) = words.split_at((granules / 64) as usize);
-        let free = |mask: u64| move |word: &u64| word & mask == 0;
-        let mask = (1u64 << (granules % 64)) - 1;
-        whole.iter().all(free(u64::MAX)) && rest.first().is_none_or(free(mask))
-    })
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::pattern::LARGEST, *};
 
     #[test]
     fn what_no_allocator_may_do_is_found() {
@@ -172,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn an_untouched_page_is_a_hole_of_any_size() {
+    fn what_was_never_touched_is_a_hole_of_any_size() {
         let mut oracle = Oracle::new((1 << 45) - 1);
         oracle.take(1, 1).unwrap();
         assert!(oracle.has_hole(LARGEST));

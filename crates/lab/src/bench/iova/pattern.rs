@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::list::{Units, named, number, short};
 
-/// The largest range of a benchmark, in granules: the oracle's pages are that large.
+/// The largest range of a benchmark, in granules.
 pub const LARGEST: u64 = 4096;
 /// Ranges of a `batch`.
 pub const BATCH: usize = 256;
