@@ -122,7 +122,7 @@ impl Taken {
     /// The values of the next round.
     pub(super) fn push(&mut self, sample: impl IntoIterator<Item = (&'static str, f64)>) {
         for (name, value) in sample {
-            self.0.entry(name).or_default().push(value);
+            self.0.entry(name).or_default().0.push(value);
         }
     }
 
@@ -152,28 +152,13 @@ impl Index<&str> for Taken {
 /// The value at an index is of the round of that index, for every implementation: that is what
 /// makes ratios of rounds possible.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Rounds(Vec<f64>);
+pub struct Rounds(pub(crate) Vec<f64>);
 
 impl Rounds {
-    /// The value of the next round.
-    pub fn push(&mut self, value: f64) {
-        self.0.push(value);
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// What is missing, for a row's note: all of it if there is no round, because of `out` or because
     /// the run was stopped.
     pub(super) fn missing(&self, out: Option<&String>) -> Option<String> {
-        match self.is_empty() {
+        match self.0.is_empty() {
             true => Some(format!("not measured: {}", out.map_or("interrupted", String::as_str))),
             false => out.map(|why| format!("measured in part: {why}")),
         }
@@ -201,22 +186,12 @@ impl Rounds {
 
     /// The median and its interval.
     pub fn interval(&self) -> Interval {
-        self.estimate().into()
-    }
-
-    /// The same; `None` if there is no round.
-    pub(crate) fn estimate(&self) -> Option<Estimate> {
-        Estimate::of(&self.0)
+        Estimate::of(&self.0).into()
     }
 
     /// The rounds' ratios to those of `base`, summarised.
     pub fn ratio_to(&self, base: &Rounds) -> Interval {
-        self.ratio(base).into()
-    }
-
-    /// The same; `None` if there is no round of both.
-    pub(crate) fn ratio(&self, base: &Rounds) -> Option<Estimate> {
-        Estimate::ratio(&self.0, &base.0)
+        Estimate::ratio(&self.0, &base.0).into()
     }
 
     /// The rounds of `f` of both values of a round; rounds that only one side has are left out.
@@ -270,8 +245,8 @@ mod tests {
             .collect();
         let why = ["it failed", "too many"].map(|why| Some(format!("not measured: {why}")));
         assert_eq!((&notes[0], &notes[1..]), (&None, &why[..]));
-        assert!(contest.taken(&4)["ns"].is_empty(), "it does not take part");
+        assert!(contest.taken(&4)["ns"].0.is_empty(), "it does not take part");
         contest.run(3, &Stop::new(true.into()), |_, _, _| unreachable!(), |_, _| unreachable!());
-        assert_eq!(contest.taken(&1)["ns"].len(), 3);
+        assert_eq!(contest.taken(&1)["ns"].0.len(), 3);
     }
 }

@@ -20,6 +20,7 @@ use crate::{
     bench::rounds::{Contest, Sample, Stop},
     progress::{Kind, Progress},
     run::tuning::Tuning,
+    stats::Estimate,
 };
 
 /// Bytes of a granule: what recorded sizes are rounded up to.
@@ -262,19 +263,19 @@ impl Replay<'_> {
         if let Some(error) = failure {
             return Err(error);
         }
-        trace.rounds = contest.taken(&None)["both"].len() as u32;
-        trace.loop_ns_per_op = contest.taken(&None)["both"].estimate();
+        trace.rounds = contest.taken(&None)["both"].0.len() as u32;
+        trace.loop_ns_per_op = Estimate::of(&contest.taken(&None)["both"].0);
         let ours = &contest.taken(&Some(AllocatorKind::Ringfence))["both"];
         // After the recorded guest's row; fewer, if the run was stopped.
         for (row, one) in trace.allocators.iter_mut().zip(&contest.0).skip(1) {
-            let estimate = |figure| one.taken[figure].estimate();
+            let estimate = |figure| Estimate::of(&one.taken[figure].0);
             row.ns_per_op = estimate("both");
             row.alloc_ns = estimate("alloc");
             row.free_ns = estimate("free");
             row.p99_ns = estimate("p99");
             row.worst_ns = estimate("worst");
             row.worst_steady_ns = one.subject.as_ref().ok().and_then(Fastest::longest);
-            row.ratio_to_ringfence = one.taken["both"].ratio(ours);
+            row.ratio_to_ringfence = Estimate::ratio(&one.taken["both"].0, &ours.0);
         }
         Ok(())
     }

@@ -277,11 +277,11 @@ pub(super) fn measure(
                     ("iommu", (*name == "4k/unmergeable").into()),
                 ]),
                 ns_per_op: rounds.interval(),
-                ratio_to_ringfence: (!rounds.is_empty()).then_some(1.0),
+                ratio_to_ringfence: (!rounds.0.is_empty()).then_some(1.0),
                 note: rounds.missing(subject.as_ref().err()),
                 figures: object([
                     ("ratio_to_without", value(base.ratio_to(rounds))),
-                    ("rounds", rounds.len().into()),
+                    ("rounds", rounds.0.len().into()),
                 ]),
             });
         }

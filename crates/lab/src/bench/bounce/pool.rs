@@ -99,7 +99,7 @@ fn contest(
         for ((op, threads), rounds) in keys.iter().zip(&mut measured) {
             for ((_, pool), rounds) in turns(pools.iter_mut().zip(rounds), round, stop) {
                 match pool.as_ref().map(|pool| pool.measure(*op, *threads, &cpus, budget)) {
-                    Ok(Some(ns)) => rounds.push(ns),
+                    Ok(Some(ns)) => rounds.0.push(ns),
                     Ok(None) => *pool = Err("it had no room, or lost a buffer".to_owned()),
                     Err(_) => {}
                 }

@@ -158,7 +158,7 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
         // The ratio of throughputs.
         let faster = |base: Policy| value(find(base)["ns"].ratio_to(ns));
         let change = |figure| value(change(&own[figure], &strict[figure]).interval());
-        let note = match (&row.fallback, ns.is_empty()) {
+        let note = match (&row.fallback, ns.0.is_empty()) {
             (_, true) => Some("not measured: interrupted, or rows got nothing done".to_owned()),
             (Some(why), _) => Some(format!("in force was {}: {why}", row.effective_policy)),
             (None, _) if left_out > 0 => {

@@ -435,7 +435,7 @@ mod tests {
                     for threads in [1, 2] {
                         entrant.measure(pattern, threads, 2, &method);
                         let Samples { taken, latencies } = &entrant.samples[&threads];
-                        assert!(taken.sum("operations") > 0 && taken["ns"].len() == 1);
+                        assert!(taken.sum("operations") > 0 && taken["ns"].0.len() == 1);
                         assert!(latencies.count() > 0);
                     }
                     entrant.check(pattern, 3, &method);

@@ -352,14 +352,14 @@ fn row(cell: &Cell, bits: u32, threads: usize, entrant: &Entrant, all: &[Entrant
     let name = format!("{}/{}/{}/{threads}", cell.pattern, cell.live, cell.size);
     let ours = find(Implementation::Ringfence).map_or(&NOTHING, |ours| ours.taken(threads));
     let ns = &own["ns"];
-    let fewer = (entrant.set.churned.len() < threads && ns.is_empty())
+    let fewer = (entrant.set.churned.len() < threads && ns.0.is_empty())
         .then(|| "fewer live ranges than threads".to_owned());
     let out = entrant.out.as_ref().or(fewer.as_ref());
     let mut row = ns.row((name, entrant.implementation.name()), params, &ours["ns"], out);
 
     let operations = own.sum("operations");
     let mut notes = Vec::from_iter(row.note);
-    if !ns.is_empty() && operations < FEW {
+    if !ns.0.is_empty() && operations < FEW {
         notes.push(format!("fewer than {FEW} operations fitted the budget"));
     }
     if entrant.set.placed {
