@@ -90,10 +90,13 @@ impl Waiter {
     }
 }
 
+/// Mostly one.
+type Waiters = SmallVec<[Arc<Waiter>; 1]>;
+
 /// Waiters to wake once the list is unlocked, because waking is a system call. Each is woken once,
 /// however many of its misses are resolved.
 #[derive(Default)]
-struct Woken(SmallVec<[Arc<Waiter>; 1]>);
+struct Woken(Waiters);
 
 impl Woken {
     fn add(&mut self, waiters: &[Arc<Waiter>]) {
@@ -106,7 +109,7 @@ impl Woken {
 }
 
 /// Adds a waiter that is not there yet.
-fn add(waiters: &mut SmallVec<[Arc<Waiter>; 1]>, waiter: &Arc<Waiter>) {
+fn add(waiters: &mut Waiters, waiter: &Arc<Waiter>) {
     if !waiters.iter().any(|other| Arc::ptr_eq(other, waiter)) {
         waiters.push(Arc::clone(waiter));
     }
@@ -133,7 +136,7 @@ struct Pending {
     state: State,
     /// When it was last looked up.
     noted_ns: u64,
-    waiters: SmallVec<[Arc<Waiter>; 1]>,
+    waiters: Waiters,
     /// The number of the miss when it was listed.
     number: u64,
     /// The number of the miss that was refused last, 0 if none was.
@@ -148,7 +151,7 @@ impl Pending {
             acknowledged: false,
             state: State::Held { since_ns: now_ns },
             noted_ns: now_ns,
-            waiters: SmallVec::new(),
+            waiters: Waiters::new(),
             number,
             refused: 0,
         }
@@ -177,7 +180,7 @@ struct List {
     /// How many there are in all pages.
     pending: usize,
     /// Waiters that found the list full, to be woken when it has room.
-    blocked: Vec<Arc<Waiter>>,
+    blocked: Waiters,
 }
 
 /// So few pages are looked up in any case.
@@ -185,7 +188,7 @@ const LOOKED_UP: u64 = 16;
 
 impl List {
     fn new(seed: u64) -> List {
-        List { pages: HashMap::with_hasher(Mix::new(seed)), pending: 0, blocked: Vec::new() }
+        List { pages: HashMap::with_hasher(Mix::new(seed)), pending: 0, blocked: Waiters::new() }
     }
 
     fn get(&self, iova: Iova, access: Prot) -> Option<&Pending> {
@@ -366,10 +369,7 @@ impl Misses {
     /// Enters `miss`; returns whether it is to be sent.
     fn enter(&self, list: &mut List, miss: &mut Miss, waiter: &Arc<Waiter>, now_ns: u64) -> bool {
         if list.pending >= self.most && list.get(miss.iova, miss.access).is_none() {
-            let blocked = &mut list.blocked;
-            if !blocked.iter().any(|other| Arc::ptr_eq(other, waiter)) {
-                blocked.push(Arc::clone(waiter));
-            }
+            add(&mut list.blocked, waiter);
             return false;
         }
         let late = |at_ns: u64| now_ns >= at_ns.saturating_add(self.times.again_ns);
