@@ -458,7 +458,9 @@ impl Iotlb {
             self.stats.batches.fetch_add(u64::from(sent > 0), Ordering::Relaxed);
             let again = wanted[..sent].iter().filter(|miss| miss.again.is_some()).count();
             self.stats.sent_again.fetch_add(again as u64, Ordering::Relaxed);
-            self.misses.unsent(&wanted[sent..]);
+            if sent < wanted.len() {
+                self.misses.unsent(&wanted[sent..]);
+            }
             wanted.clear();
         }
     }
