@@ -331,7 +331,7 @@ impl View {
 }
 
 impl Translate for View {
-    #[inline]
+    #[inline(always)]
     fn slices<F>(&self, addr: u64, len: u64, access: Access, mut each: F) -> Result<(), AccessError>
     where
         F: FnMut(HostSlice<'_>),
