@@ -300,6 +300,10 @@ impl Iotlb {
 
     /// Notes that the front end has no translation of `range` for `access`: accesses that wait for
     /// one, or for one that allows more, fail.
+    ///
+    /// This must have returned before an access may begin for which the front end has mapped the range
+    /// again: such an access, if it waits by then, may fail too. [`reply`](Self::reply) has no such
+    /// condition.
     pub fn refuse(&self, range: Range, access: Prot) {
         self.refuse_as(range, access, None);
     }

@@ -264,11 +264,13 @@ impl List {
 ///
 /// # Which waiters a refusal concerns
 /// Those that waited before the miss was listed, or sent again, however late they look: what they wait
-/// for had to be mapped by then. One that came later sends a new miss, because there may be a translation by now.
-/// Misses are numbered as they are listed, and a view that begins to wait notes how many there were; to one that does
-/// not, a refusal applies only if it was on the list, and only for a moment. The reply to a miss
-/// that was sent again carries its number: if the page was updated, unmapped and missed again
-/// meanwhile, the reply is older than the open miss and does not concern it.
+/// for had to be mapped by then. One that came later sends a new miss, because there may be a
+/// translation by now. Misses are numbered as they are listed, and a view that begins to wait notes how
+/// many there were; to one that does not, a refusal applies only if it was on the list, and only for a
+/// moment. The reply to a miss that was sent again carries its number: if the page was updated, unmapped
+/// and missed again meanwhile, the reply is older than the open miss and does not concern it. A refusal
+/// without a number is taken for the answer to what is open when it comes
+/// ([`Iotlb::refuse`](crate::Iotlb::refuse) demands that it is).
 pub(crate) struct Misses {
     /// Searched and extended under the lock, so threads that contend for it sleep.
     list: Mutex<List>,
@@ -413,10 +415,14 @@ impl Misses {
         let mut list = self.list.lock();
         for miss in misses {
             for found in list.pages.get_mut(&miss.page()).into_iter().flatten() {
-                if let State::Sent { at_ns: since_ns } = found.state
+                if let State::Sent { at_ns } = found.state
                     && miss.is_as(found.iova, found.access)
                 {
-                    found.state = State::Held { since_ns };
+                    found.state = match miss.again {
+                        None => State::Held { since_ns: at_ns },
+                        // It was sent before, which may yet be answered.
+                        Some(_) => State::Sent { at_ns: at_ns.saturating_sub(self.times.again_ns) },
+                    };
                 }
             }
         }
@@ -492,6 +498,7 @@ impl Misses {
 
     /// Shows what needs no lock to be read.
     fn show(&self, list: &mut List) {
+        debug_assert_eq!(list.pending == 0, list.pages.is_empty());
         self.taken.store(list.pending, Ordering::Relaxed);
         if list.pending == 0 {
             self.refusing.store(false, Ordering::Relaxed);

@@ -293,6 +293,70 @@ fn a_miss_that_could_not_be_sent_is_sent_by_the_next_lookup() {
     assert_eq!((first.updates(), second.updates()), (1, 1));
 }
 
+/// The answer to its first sending may be on its way.
+#[test]
+fn a_miss_that_could_not_be_sent_again_can_be_refused_and_is_sent_by_the_next_lookup() {
+    let misses = Misses::new(100, TIMES, 7);
+    let waiter = waiter();
+    let first = [miss(0x1000, Prot::READ)];
+    note(&misses, &first, &waiter, 0);
+    misses.unsent(&note(&misses, &first, &waiter, 20));
+    let again = note(&misses, &first, &waiter, 20);
+    assert!(again[0].again.is_some());
+    misses.unsent(&again);
+    assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 21), first);
+}
+
+#[test]
+fn of_several_misses_of_a_page_one_alone_may_not_be_sent() {
+    let misses = Misses::new(100, TIMES, 7);
+    let waiter = waiter();
+    let both = [miss(0x1000, Prot::READ), miss(0x1e00, Prot::READ)];
+    assert_eq!(note(&misses, &both[..1], &waiter, 0), both[..1]);
+    assert_eq!(note(&misses, &both[1..], &waiter, 20), both[1..], "the first is late");
+    misses.unsent(&both[1..]);
+    assert_eq!(misses.open(), 1);
+    // As any that is held back, from when it was to be sent.
+    assert_eq!(note(&misses, &both[..1], &waiter, 21).len(), 1);
+    assert_eq!(note(&misses, &both[1..], &waiter, 39), []);
+    assert_eq!(note(&misses, &both[1..], &waiter, 40), both[1..]);
+}
+
+#[test]
+fn a_waiter_is_listed_once_however_often_it_looks() {
+    let misses = Misses::new(1, TIMES, 7);
+    let waiter = waiter();
+    let both = [miss(0x1000, Prot::READ), miss(0x2000, Prot::READ)];
+    for now in 0..10 {
+        note(&misses, &both, &waiter, now);
+    }
+    let list = misses.list.lock();
+    let found = list.get(both[0].iova, both[0].access).unwrap();
+    assert_eq!((found.waiters.len(), list.blocked.len()), (1, 1));
+}
+
+#[test]
+fn an_update_wakes_whoever_waits_for_its_granule() {
+    let misses = Misses::new(100, TIMES, 7);
+    let (first, second) = (waiter(), waiter());
+    note(&misses, &[miss(0x1010, Prot::READ)], &first, 0);
+    note(&misses, &[miss(0x1020, Prot::READ)], &second, 0);
+    misses.update(point(Iova(0x1020)), Prot::READ);
+    assert_eq!((first.updates(), second.updates(), misses.listed()), (1, 1, 0));
+}
+
+#[test]
+fn a_fresh_refusal_stays_in_a_full_list() {
+    let misses = Misses::new(2, TIMES, 7);
+    let waiter = waiter();
+    let both = [miss(0x1000, Prot::READ), miss(0x2000, Prot::READ)];
+    let since = misses.count();
+    note(&misses, &both, &waiter, 0);
+    misses.refuse(pages(1, 1), Prot::READ, None, 19);
+    assert_eq!(note(&misses, &[miss(0x3000, Prot::READ)], &waiter, 20).len(), 1);
+    assert!(misses.is_refused((both[0].iova, Prot::READ), Some(since), &waiter, || 20));
+}
+
 #[test]
 fn what_came_before_it_was_noted_is_not_waited_for() {
     let misses = Misses::new(100, TIMES, 7);
@@ -301,6 +365,10 @@ fn what_came_before_it_was_noted_is_not_waited_for() {
     misses.note(&mut wanted, &waiter, 0, |miss| miss.iova.0 == 0x1000);
     assert_eq!(wanted, [miss(0x2000, Prot::READ)]);
     assert_eq!((waiter.updates(), misses.open()), (1, 1));
+    // The other address of a granule was to be sent.
+    let mut wanted = vec![miss(0x3000, Prot::READ), miss(0x3010, Prot::READ)];
+    misses.note(&mut wanted, &waiter, 0, |miss| miss.iova.0 == 0x3010);
+    assert_eq!(wanted, []);
 }
 
 #[test]
@@ -310,7 +378,10 @@ fn an_acknowledgement_without_a_translation_counts_the_second_time() {
     note(&misses, &[miss(0x1000, Prot::WRITE)], &waiter(), 0);
     assert!(!misses.acknowledge(Iova(0x1000), Prot::READ, 2));
     assert!(!misses.acknowledge(Iova(0x1000), Prot::WRITE, 2));
+    // Of another part of the page.
+    assert_eq!(note(&misses, &[miss(0x1e00, Prot::WRITE)], &waiter(), 20).len(), 1);
     assert!(misses.acknowledge(Iova(0x1000), Prot::WRITE, 3));
+    assert!(!misses.acknowledge(Iova(0x1e00), Prot::WRITE, 3));
 }
 
 #[test]
