@@ -8,7 +8,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
 };
@@ -113,8 +113,8 @@ pub(crate) struct Seen {
     /// How many chains it has.
     pub(crate) has: Mutex<usize>,
     pub(crate) script: Mutex<Option<Script>>,
-    /// How many kicks it has lost.
-    pub(crate) lost: AtomicUsize,
+    /// How many kicks it has lost, once it is deaf.
+    pub(crate) lost: Mutex<Option<usize>>,
     connection: Mutex<Option<Shutdown>>,
     /// No connection is to be served any more.
     pub(crate) over: AtomicBool,
@@ -284,6 +284,8 @@ impl Work {
                 thread::sleep(std::time::Duration::from_micros(100));
                 continue;
             }
+            // Before the look: a kick that comes later is for the next one.
+            self.kick.iter().for_each(event::drain);
             // Its script may have destroyed the ring.
             let mut chain = Chain::new();
             while let Ok(true) = self.queue.pop(&bus, &mut chain) {
@@ -297,7 +299,6 @@ impl Work {
                     call.notify();
                 }
             }
-            self.kick.iter().for_each(event::drain);
             thread::sleep(std::time::Duration::from_micros(100));
         }
         self.queue.next_avail() - self.waiting.len() as u32
@@ -305,8 +306,9 @@ impl Work {
 
     /// Whether its script lets it look at its ring now.
     fn looks(&mut self) -> bool {
-        let script = *self.seen.script.lock();
-        if !matches!(script, Some(Script::Deaf | Script::Kicked)) {
+        // Held, so that a kick after it is enabled is not taken for one from before.
+        let script = self.seen.script.lock();
+        if !matches!(*script, Some(Script::Deaf | Script::Kicked)) {
             return true;
         }
         // Before the look, as it may sleep after that.
@@ -315,8 +317,10 @@ impl Work {
         let mut ready = [PollFd::new(kick, PollFlags::IN)];
         let kicked = poll(&mut ready, Some(&Timespec::default())).unwrap() > 0;
         event::drain(kick);
-        if script == Some(Script::Deaf) {
-            self.seen.lost.fetch_add(usize::from(kicked), Ordering::Relaxed);
+        if *script == Some(Script::Deaf) {
+            // From now on: what came before its first look as such is no loss.
+            let mut lost = self.seen.lost.lock();
+            *lost = Some(lost.map_or(0, |lost| lost + usize::from(kicked)));
             return false;
         }
         kicked
@@ -375,7 +379,12 @@ impl Work {
         let config = *self.queue.config();
         if matches!(
             script,
-            Script::Honest | Script::Untold | Script::WriteAll | Script::Newest | Script::Kicked
+            Script::Honest
+                | Script::Untold
+                | Script::WriteAll
+                | Script::Newest
+                | Script::Deaf
+                | Script::Kicked
         ) {
             self.queue.push_used(head, used);
             let _ = self.queue.publish_used();

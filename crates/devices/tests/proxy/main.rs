@@ -63,18 +63,18 @@ impl Far {
 
     /// Waits until it has no chain.
     fn wait_for_none(&self) {
-        let begun = Instant::now();
-        while *self.seen.has.lock() > 0 {
-            assert!(begun.elapsed() < LONG, "it keeps its chains");
-            thread::sleep(std::time::Duration::from_micros(100));
-        }
+        self.wait_until("it keeps its chains", |seen| *seen.has.lock() == 0);
     }
 
     /// Waits until it has that many chains.
     fn wait_for(&self, count: usize) {
+        self.wait_until("it gets no chains", |seen| *seen.has.lock() >= count);
+    }
+
+    fn wait_until(&self, otherwise: &str, done: impl Fn(&Seen) -> bool) {
         let begun = Instant::now();
-        while *self.seen.has.lock() < count {
-            assert!(begun.elapsed() < LONG, "it gets no chains");
+        while !done(&self.seen) {
+            assert!(begun.elapsed() < LONG, "{otherwise}");
             thread::sleep(std::time::Duration::from_micros(100));
         }
     }
@@ -333,14 +333,11 @@ fn a_kick_that_a_back_end_has_lost_is_given_again_when_its_ring_is_enabled() {
         let mut guest = Guest::new(&far.path(), front, 23);
         works(&mut guest, 5);
         far.obeys(Script::Deaf);
-        let begun = Instant::now();
-        while far.seen.lost.load(Ordering::Relaxed) == 0 {
-            assert!(begun.elapsed() < LONG, "it gets no kick");
-            if guest.in_flight() < 5 && guest.submit() {
-                guest.publish();
-            }
-            thread::sleep(std::time::Duration::from_millis(1));
-        }
+        far.wait_until("it hears", |seen| seen.lost.lock().is_some());
+        assert!(guest.submit());
+        guest.publish();
+        far.wait_until("it gets no kick", |seen| *seen.lost.lock() == Some(1));
+        assert_eq!(guest.in_flight(), 1);
         guest.disable();
         guest.enable();
         guest.wait(0, true);
