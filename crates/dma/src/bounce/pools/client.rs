@@ -167,19 +167,25 @@ impl<T: Address> Client<T> {
     }
 
     /// Gives `job` zeroed memory of `len` bytes, which is in no slot and which no device reaches yet.
-    /// `job` also returns whether none reaches it afterwards; else it is never used again.
+    /// `job` also returns whether none reaches it afterwards; else it is never used again, and stays
+    /// charged to the device.
+    ///
+    /// # Errors
+    /// [`Error::BounceQuota`], [`Error::Bounce`].
     pub(crate) fn with_memory<R>(
         &self,
         len: u64,
         job: impl FnOnce(T) -> (R, bool),
     ) -> Result<R, Error> {
         let inner = &*self.pools.0;
+        let charge = self.account.charge(len)?;
         let chunk = inner.take_memory(len)?;
         let (result, safe) = job(chunk.target);
         if safe {
-            inner.give_back_memory(chunk)
+            inner.give_back_memory(chunk);
         } else {
-            inner.note_quarantine(len)
+            charge.keep();
+            inner.note_quarantine(len);
         }
         Ok(result)
     }

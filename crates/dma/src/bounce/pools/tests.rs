@@ -364,6 +364,23 @@ fn a_narrow_device_that_finds_no_addresses_for_a_zone_maps_for_one_use() {
 }
 
 #[test]
+fn memory_of_a_calibration_is_charged_to_its_device_for_ever_if_that_may_reach_it() {
+    let rig = Rig::new(SMALL);
+    let (quota, client) = (16 << 10, rig.client(u64::MAX, 16 << 10));
+    let held = |held| Error::BounceQuota { size: 16 << 10, held, quota };
+    let used = client.with_memory(16 << 10, |_| {
+        assert_eq!(client.with_memory(16 << 10, |_| ((), true)), Err(held(16 << 10)));
+        (7, true)
+    });
+    assert_eq!(used, Ok(7));
+    assert_eq!(client.with_memory(4096, |_| ((), false)), Ok(()));
+    assert_eq!(client.with_memory(16 << 10, |_| ((), true)), Err(held(4096)));
+    assert_eq!(rig.pools().stats().quarantined_bytes, 4096);
+    drop(client);
+    rig.end();
+}
+
+#[test]
 fn a_quota_is_exact_under_concurrent_requests() {
     let rig = Rig::new(BounceLimits { max_bytes: 1 << 20, ..SMALL });
     let (quota, client) = (40 << 10, rig.client(u64::MAX, 40 << 10));
