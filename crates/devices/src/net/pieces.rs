@@ -220,14 +220,10 @@ pub(super) fn soon(piece: HostSlice<'_>) {
 /// otherwise each store would have to do, one after the other. A hint to the processor.
 #[inline]
 pub(super) fn soon_written(piece: HostSlice<'_>) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        ringfence_mem::soon_written(piece.as_ptr());
-        if piece.len() > LINE {
-            ringfence_mem::soon_written(piece.as_ptr().wrapping_add(LINE));
-        }
+    ringfence_mem::soon_written(piece.as_ptr());
+    if piece.len() > LINE {
+        ringfence_mem::soon_written(piece.as_ptr().wrapping_add(LINE));
     }
-    let _ = piece;
 }
 
 /// Copies as many bytes as both pieces hold; returns how many. They may overlap: two drivers, or

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use ringfence_dma::{BounceLimits, Policy, Stats, Trust};
+use ringfence_dma::{BounceLimits, Policy, Trust};
 use ringfence_drivers::ram::PagedBuffer;
 use ringfence_run::slice;
 
@@ -385,8 +385,10 @@ impl Stage<'_> {
         let report = link.close()?;
         // Nothing is unmapped while it runs, so there is nothing to probe.
         let probed = exposure.filter(|_| !plan.row.stays_mapped());
-        let byte_ms = |counted: Stats| counted.exposure.byte_ns as f64 / 1e6;
-        let stale = probed.map(|counted| StaleWindow { byte_ms: byte_ms(counted), ..found });
+        let stale = probed.map(|counted| {
+            let byte_ms = counted.exposure.byte_ns as f64 / 1e6;
+            StaleWindow { byte_ms, ..found }
+        });
         let iotlb = protected.then_some(Iotlb {
             hits: report.iotlb_hits,
             misses: report.iotlb_misses,

@@ -85,6 +85,7 @@ impl Link {
             closed: AtomicBool::new(false),
         }
     }
+
     /// Ends the connection, for every thread: after an error, bytes cannot be matched to our
     /// requests (rule D12).
     pub(super) fn fail(&self, error: WireError) -> FrontendError {

@@ -69,19 +69,21 @@ impl Implementation {
     /// A fresh one over granules 1 to 2^bits / 4096 - 1.
     pub(super) fn make(self, aperture: Aperture) -> Contender {
         let (first, last) = (aperture.first() / GRANULE, aperture.last() / GRANULE);
+        let own =
+            |kind: AllocatorKind| Contender::Allocator(kind.make(aperture, Placement::default()));
         match self {
+            Implementation::Ringfence => own(AllocatorKind::Ringfence),
             Implementation::Unchecked => Contender::Allocator(Box::new(Slabs::unchecked(
                 aperture,
                 OsCpu::new(),
                 SlabConfig::default(),
             ))),
+            Implementation::RbTree => own(AllocatorKind::RbTree),
+            Implementation::Bitmap => own(AllocatorKind::Bitmap),
+            Implementation::Magazines => own(AllocatorKind::Magazines),
             Implementation::VmAllocator => Contender::VmAllocator(VmAllocator::new(first, last)),
             Implementation::BTreeMap => Contender::FreeRanges(FreeRanges::new(first, last)),
             Implementation::Control => Contender::Control(Control),
-            own => {
-                let kind: AllocatorKind = own.name().parse().expect("one of this workspace");
-                Contender::Allocator(kind.make(aperture, Placement::default()))
-            }
         }
     }
 }
